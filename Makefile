@@ -1,0 +1,50 @@
+# Ostinato: everything a developer runs. `make` alone lists the targets.
+# Needs python3 (3.10 to 3.13) with its venv module, and g++ for the CPU kernels.
+
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+CODE   := $(wildcard src tests benchmarks)
+
+.DEFAULT_GOAL := help
+.PHONY: help venv test lint format demo bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv: $(STAMP) ## create .venv and install Ostinato into it, with Gemma 3 and the developer tools
+
+# torch goes first and pinned, so that the later resolution does not pick another build of it.
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet -e ".[gemma3,dev]"
+	touch $@
+
+test: lint ## run every check: ruff, mypy, import contracts, pytest
+	$(BIN)/python -m pytest
+
+lint: $(STAMP) ## run the checks that execute no test
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP) ## sort imports, apply safe fixes, format
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
+
+demo: $(STAMP) ## show prefix reuse on Gemma 3 270M
+	$(BIN)/ostinato demo
+
+bench: $(STAMP) ## run the benchmarks, one after the other
+	@set -e; found=0; for file in $(sort $(wildcard benchmarks/bench_*.py)); do \
+		found=1; echo "== $$file"; $(BIN)/python "$$file"; \
+	done; test "$$found" = 1 || echo "no benchmarks/bench_*.py yet"
+
+clean: ## delete caches and build outputs (the virtual environment stays)
+	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,111 @@
+"""What is cached where: key -> entry -> the owned tiers that hold it.
+
+Owns: the map from keys to places and back from slots to keys; recency and boundary marks of keys.
+Does not own: slots (``pool``), eviction order (``retention``), answers of kept and shared tiers (asked per request).
+Invariant: a tier holds a key at most once; a place names the slot's generation at the time of writing.
+Thread: the scheduler's only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ostinato.cache.keys import BlockKey
+from ostinato.ids import JobId, Ordinal, SlotId, TierId
+
+
+class Place:
+    """One tier's copy of one hash unit.  ``job`` is the load or store that is still writing it, or None: READY."""
+
+    __slots__ = ("generation", "job", "slot")
+
+    def __init__(self, slot: SlotId, generation: int, job: JobId | None) -> None:
+        self.slot = slot
+        self.generation = generation
+        self.job = job
+
+    @property
+    def ready(self) -> bool:
+        return self.job is None
+
+
+class Entry:
+    """One cached hash unit.
+
+    ``tick`` is when a request last used it; ``boundary`` says that a cut where others may resume needs it (always so
+    for kinds whose every unit serves all later cuts).
+    """
+
+    __slots__ = ("boundary", "key", "ordinal", "places", "tick")
+
+    def __init__(self, key: BlockKey, ordinal: Ordinal, boundary: bool) -> None:
+        self.key = key
+        self.ordinal = ordinal
+        self.boundary = boundary
+        self.tick = 0
+        self.places: dict[TierId, Place] = {}
+
+
+class Directory:
+    """All entries of all owned tiers."""
+
+    def __init__(self) -> None:
+        self._entries: dict[BlockKey, Entry] = {}
+        self._contents: dict[tuple[TierId, SlotId], list[Entry]] = {}
+        self._tick = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries.values())
+
+    def get(self, key: BlockKey) -> Entry | None:
+        return self._entries.get(key)
+
+    def place(self, key: BlockKey, tier: TierId) -> Place | None:
+        entry = self._entries.get(key)
+        return entry.places.get(tier) if entry is not None else None
+
+    def contents(self, tier: TierId, slot: SlotId) -> list[Entry]:
+        """Entries whose copy in ``tier`` lies in ``slot``."""
+        return self._contents.get((tier, slot), [])
+
+    def write(self, key: BlockKey, ordinal: Ordinal, tier: TierId, place: Place, boundary: bool) -> Entry | None:
+        """Publish a copy; None when the tier has one already (the first stays, the caller's slot is a duplicate)."""
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entries[key] = Entry(key, ordinal, boundary)
+            entry.tick = self._tick
+        elif tier in entry.places:
+            return None
+        entry.places[tier] = place
+        entry.boundary |= boundary
+        self._contents.setdefault((tier, place.slot), []).append(entry)
+        return entry
+
+    def withdraw(self, key: BlockKey, tier: TierId) -> Place | None:
+        """Forget one copy (it failed, or was evicted); the entry goes with its last copy."""
+        entry = self._entries.get(key)
+        place = entry.places.pop(tier, None) if entry is not None else None
+        if entry is None or place is None:
+            return None
+        held = self._contents[tier, place.slot]
+        held.remove(entry)
+        if not held:
+            del self._contents[tier, place.slot]
+        if not entry.places:
+            del self._entries[key]
+        return place
+
+    def evict(self, tier: TierId, slot: SlotId) -> list[BlockKey]:
+        """Forget every copy that lies in ``slot``."""
+        keys = [entry.key for entry in self.contents(tier, slot)]
+        for key in keys:
+            self.withdraw(key, tier)
+        return keys
+
+    def next_tick(self) -> int:
+        """Start of a new use: entries touched with it count as equally recent."""
+        self._tick += 1
+        return self._tick

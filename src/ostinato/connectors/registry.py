@@ -1,0 +1,77 @@
+"""From a tier specification such as ``host:8GiB`` to a connector.
+
+Owns: the syntax, the built-in names, discovery of third-party connectors (entry-point group ``ostinato.connectors``).
+Nothing is imported before it is asked for.  A specification is ``name[:argument][?option=value&...]``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from types import MappingProxyType
+from typing import Final
+from urllib.parse import parse_qsl
+
+from ostinato.connectors.api import Connector
+from ostinato.errors import ConfigError, UnknownConnectorError
+
+ENTRY_POINT_GROUP: Final = "ostinato.connectors"
+BUILT_IN: Final[Mapping[str, str]] = MappingProxyType({"host": "ostinato.connectors.host:make_connector"})
+_UNITS: Final[Mapping[str, int]] = MappingProxyType(
+    {"": 1, "B": 1}
+    | {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)}
+    | {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TierSpec:
+    """A parsed specification; ``text`` is what the user wrote."""
+
+    text: str
+    name: str
+    argument: str = ""
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+def parse_spec(text: str) -> TierSpec:
+    head, _, query = text.partition("?")
+    name, _, argument = head.partition(":")
+    if not re.fullmatch(r"[a-z][a-z0-9_+-]*", name):
+        raise ConfigError(f"tier {text!r}: expected name[:argument][?option=value], for example host:8GiB")
+    try:
+        options = dict(parse_qsl(query, strict_parsing=True, keep_blank_values=True)) if query else {}
+    except ValueError:
+        raise ConfigError(f"tier {text!r}: options must look like ?name=value&name=value") from None
+    return TierSpec(text, name, argument, options)
+
+
+def make_connector(text: str) -> Connector:
+    """Build the connector that ``text`` names."""
+    spec = parse_spec(text)
+    if spec.name in BUILT_IN:
+        module, _, attribute = BUILT_IN[spec.name].partition(":")
+        factory = getattr(importlib.import_module(module), attribute)
+    else:
+        found = [point for point in entry_points(group=ENTRY_POINT_GROUP) if point.name == spec.name]
+        if not found:
+            raise UnknownConnectorError(f"tier {text!r}: no connector {spec.name!r}; known: {', '.join(known_names())}")
+        factory = found[0].load()
+    connector = factory(spec)
+    assert isinstance(connector, Connector)
+    return connector
+
+
+def known_names() -> list[str]:
+    return sorted({*BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
+
+
+def parse_bytes(text: str) -> int:
+    """``8GiB``, ``512MiB``, ``1.5GB``, ``4096`` to bytes."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B|)\s*", text)
+    if match is None:
+        raise ConfigError(f"{text!r} is not a size; write for example 8GiB, 512MiB or 4096")
+    return int(float(match[1]) * _UNITS[match[2]])

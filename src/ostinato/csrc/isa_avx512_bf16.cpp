@@ -1,0 +1,32 @@
+// Kernels for x86-64 with AVX-512 and its bfloat16 instructions.
+#if defined(__x86_64__)
+#define OSTINATO_AVX512_BF16
+#include "vector_avx512.h"
+
+#include "argmax_kernel.h"
+#include "attention_kernel.h"
+
+namespace ostinato {
+
+const KernelTable* avx512_bf16_kernels() {
+  static const KernelTable table = {"avx512_bf16",
+                                    scratch_floats,
+                                    {attend<FloatFormat>, attend<PairFormat>},
+                                    {merge<float>, merge<uint16_t>},
+                                    {argmax<float>, argmax<uint16_t>}};
+  return &table;
+}
+
+}  // namespace ostinato
+
+#else
+
+#include "kernels.h"
+
+namespace ostinato {
+
+const KernelTable* avx512_bf16_kernels() { return nullptr; }
+
+}  // namespace ostinato
+
+#endif

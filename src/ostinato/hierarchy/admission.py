@@ -1,0 +1,191 @@
+"""Admitting a request: find its longest hit over all tiers, hold it, and order what must be loaded.
+
+Owns: the sequence ask -> match -> check room -> hold -> order.  Does not own: when a request is admitted (scheduler),
+what happens to the loads later (``settlement``).  All or nothing: either the table stands and every load is ordered,
+or nothing has changed.  Thread: the scheduler's only.
+
+Why hold before taking: taking slots may evict idle ones, and the hit's own blocks are idle until they are held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from ostinato.cache.directory import Place
+from ostinato.cache.keys import BlockKey
+from ostinato.cache.pool import Lease, SlotState
+from ostinato.cache.presence import HitPlan, Presence, tokens_by_tier
+from ostinato.cache.table import BlockTable
+from ostinato.hierarchy.residency import Admission, HitReport, NoRoom, Parked, Ready, Residency
+from ostinato.hierarchy.tiers import Core
+from ostinato.ids import DEVICE, HOLE, JobId, Ordinal, SlotId, Step, TicketId, TierId
+from ostinato.transfer.book import make_order
+from ostinato.transfer.job import JobKind, Move, PageCopy
+from ostinato.transfer.planner import AdmissionPlan, PagePlan, plan_admission
+
+
+class Admitter:
+    """``reserved()``: pages that parked requests will still need, which nobody else may take."""
+
+    def __init__(self, core: Core, clock: Callable[[], float], reserved: Callable[[], int]) -> None:
+        self._core = core
+        self._clock = clock
+        self._reserved = reserved
+        self._tickets = 0
+
+    def admit(self, request: Residency, step: Step) -> Admission:
+        assert request.table is None and request.ticket is None, "admitted twice"
+        core = self._core
+        if core.config.reuse:
+            request.chain.update(request.tokens)
+        overlays = self._ask(request)
+        if overlays is None:
+            return self._park(request, set(), request.probing_until or 0.0)
+        tiers = [tier for tier in core.lower if tier not in request.denied]
+        presence = Presence(core.directory, core.layout, request.chain, tiers, overlays)
+        # The last token is always computed: its logits are what the request is for.
+        hit = presence.plan(len(request.tokens) - 1 if core.config.reuse else 0)
+        plan = plan_admission(core.layout, hit)
+        short_by = self._shortage(request, plan)
+        if short_by > 0:
+            return NoRoom(short_by)
+        jobs = self._hold(request, plan, step)
+        self._mark(request, hit)
+        if jobs or plan.joins:
+            return self._park(request, jobs | plan.joins, self._clock() + core.config.load_deadline_s)
+        return Ready(request.hit)
+
+    def _ask(self, request: Residency) -> dict[TierId, set[BlockKey]] | None:
+        """What the asked tiers hold of this prompt; None while one of them has not answered."""
+        overlays: dict[TierId, set[BlockKey]] = {}
+        waiting = False
+        for tier, probe in self._core.asked.items():
+            if tier in request.denied or not request.chain.digests:
+                continue
+            keys = list(self._all_keys(request))
+            answer = probe.probe(keys)
+            if answer is None:
+                waiting = True
+            else:
+                overlays[tier] = {key for key, held in zip(keys, answer, strict=True) if held}
+        if not waiting:
+            request.probing_until = None
+            return overlays
+        now = self._clock()
+        if request.probing_until is None:
+            request.probing_until = now + self._core.config.probe_deadline_s
+        if now < request.probing_until:
+            return None
+        request.probing_until = None
+        return overlays
+
+    def _all_keys(self, request: Residency) -> Iterable[BlockKey]:
+        for spec in self._core.layout.groups:
+            for ordinal in range((len(request.tokens) - 1) // spec.hash_unit):
+                yield BlockKey(spec.group, request.chain.digest(spec.hash_unit, ordinal))
+
+    def _shortage(self, request: Residency, plan: AdmissionPlan) -> int:
+        """Pages lacking for the whole prompt, or <= 0.  Shared idle pages stop being available, so they count once."""
+        core = self._core
+        pool = core.device.pool
+        held = set(plan.shared_slots) | set(plan.copied_slots)
+        idle = sum(pool.state(slot) is SlotState.IDLE for slot in held)
+        peak = core.layout.peak_pages(len(request.tokens), core.config.step_tokens)
+        need = max(peak - len(plan.shared_slots), plan.private_pages)
+        return need + self._reserved() - (pool.available - idle)
+
+    def _hold(self, request: Residency, plan: AdmissionPlan, step: Step) -> set[JobId]:
+        """Make the table, hold every source, order the loads."""
+        core, pool = self._core, self._core.device.pool
+        owner = f"table {request.request_id}"
+        lease = pool.share(plan.shared_slots, owner)
+        copied = plan.copied_slots
+        copy_lease = pool.share(copied, f"copy for {request.request_id}") if copied else None
+        sources = {tier: self._hold_sources(tier, plan, request) for tier in self._tiers_of(plan)}
+        taken = pool.take(plan.private_pages, owner)
+        assert taken is not None, "room was checked"
+        fresh = iter(list(taken.slots))
+        lease.absorb(taken)
+        table = BlockTable(request.request_id, core.layout.groups, lease)
+        moves: dict[TierId, list[Move]] = {}
+        copies: list[PageCopy] = []
+        for page in plan.pages:
+            slot = page.share if page.share != HOLE else next(fresh)
+            row = table.rows[page.group]
+            row.extend([HOLE] * (page.page - len(row)))
+            row.append(slot)
+            if page.share == HOLE:
+                self._fill(request, page, slot, moves, copies)
+        request.table = table
+        request.copies, request.copy_lease = tuple(copies), copy_lease
+        request.computed = plan.hit.tokens
+        request.committed = [plan.hit.tokens // spec.hash_unit for spec in core.layout.groups]
+        request.hit = self._report(plan, moves)
+        return {self._order(tier, moves[tier], sources[tier], lease, step) for tier in moves}
+
+    def _tiers_of(self, plan: AdmissionPlan) -> set[TierId]:
+        return {source.tier for page in plan.pages for _, source in page.units} - {DEVICE}
+
+    def _hold_sources(self, tier: TierId, plan: AdmissionPlan, request: Residency) -> Lease | None:
+        owned = self._core.lower.get(tier)
+        if owned is None:
+            return None
+        slots = [source.slot for page in plan.pages for _, source in page.units if source.tier == tier]
+        return owned.pool.share(slots, f"load for {request.request_id}")
+
+    def _fill(
+        self,
+        request: Residency,
+        page: PagePlan,
+        slot: SlotId,
+        moves: dict[TierId, list[Move]],
+        copies: list[PageCopy],
+    ) -> None:
+        spec = self._core.layout.groups[page.group]
+        for ordinal, source in page.units:
+            offset = ordinal % spec.page_units * spec.unit_stride
+            if source.tier == DEVICE:
+                copies.append(PageCopy(source.slot, slot, offset, spec.unit_bytes))
+                continue
+            key = BlockKey(spec.group, request.chain.digest(spec.hash_unit, ordinal))
+            move = Move(key, Ordinal(ordinal), slot, source.slot, offset, spec.unit_bytes)
+            moves.setdefault(source.tier, []).append(move)
+
+    def _order(self, tier: TierId, moves: list[Move], source: Lease | None, table: Lease, step: Step) -> JobId:
+        core = self._core
+        job_id = core.book.new_id()
+        targets = table.fork(f"load {job_id}", dict.fromkeys(move.device_slot for move in moves))
+        order = make_order(job_id, JobKind.LOAD, tier, moves, step)
+        core.book.open(order, targets, source, self._clock() + core.config.load_deadline_s)
+        for move in moves:
+            place = Place(move.device_slot, core.device.pool.generation[move.device_slot], job_id)
+            core.directory.write(move.key, move.ordinal, DEVICE, place, boundary=True)
+        return job_id
+
+    def _report(self, plan: AdmissionPlan, moves: dict[TierId, list[Move]]) -> HitReport:
+        layout = self._core.layout
+        pages = [0] * len(layout.groups)
+        for page in plan.pages:
+            pages[page.group] += 1
+        return HitReport(
+            plan.hit.tokens,
+            tuple(tokens_by_tier(layout, plan.hit, self._core.order).items()),
+            tuple(pages),
+            sum(move.length for batch in moves.values() for move in batch),
+        )
+
+    def _mark(self, request: Residency, hit: HitPlan) -> None:
+        """The cut of a hit is a junction: others resumed here, so more may."""
+        directory = self._core.directory
+        tick = directory.next_tick()
+        for spec, sources in zip(self._core.layout.groups, hit.sources, strict=True):
+            for ordinal in sources:
+                entry = directory.get(BlockKey(spec.group, request.chain.digest(spec.hash_unit, ordinal)))
+                if entry is not None:
+                    entry.tick = tick
+                    entry.boundary = True
+
+    def _park(self, request: Residency, jobs: set[JobId], deadline: float) -> Parked:
+        self._tickets += 1
+        request.ticket = Parked(TicketId(self._tickets), deadline, set(jobs))
+        return request.ticket

@@ -1,0 +1,90 @@
+"""What the hierarchy knows of one request, and the answers it gives the scheduler.
+
+Owns: values only.  ``Residency`` lives from ``open`` to ``finish``; its table only while the request is admitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from ostinato.cache.keys import KeyChain
+from ostinato.cache.pool import Lease
+from ostinato.cache.table import BlockTable
+from ostinato.ids import JobId, RequestId, TicketId, TierId
+from ostinato.transfer.job import PageCopy
+
+
+@dataclass(frozen=True, slots=True)
+class HitReport:
+    """What a request did not have to compute.
+
+    ``by_tier`` sums to ``tokens``: each token counted once, by its slowest group.  ``pages_by_group``: device pages
+    that the hit took or shared, per group.
+    """
+
+    tokens: int = 0
+    by_tier: tuple[tuple[TierId, int], ...] = ()
+    pages_by_group: tuple[int, ...] = ()
+    bytes_loaded: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Admitted: compute from token ``hit.tokens`` on."""
+
+    hit: HitReport
+
+
+@dataclass(slots=True)
+class Parked:
+    """Admitted, but to be left alone until the ticket comes back from ``settle``."""
+
+    ticket: TicketId
+    deadline: float
+    jobs: set[JobId] = field(default_factory=set)
+    failed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NoRoom:
+    """Not admitted, nothing changed: ``short_by`` pages are lacking."""
+
+    short_by: int
+
+
+Admission: TypeAlias = Ready | Parked | NoRoom
+
+
+@dataclass(frozen=True, slots=True)
+class Woken:
+    """A parked request can go on: resume at its hit when ``ok``, else it holds nothing and must be admitted again."""
+
+    request_id: RequestId
+    ok: bool
+
+
+@dataclass(slots=True)
+class Residency:
+    """One request.  ``tokens`` is the scheduler's own list, which grows as tokens are sampled.
+
+    ``computed``: tokens whose KV is in the table.  ``committed[g]``: units of group ``g`` that were published.
+    ``boundaries_at``: cuts already marked.  ``denied``: tiers that failed this request.
+    """
+
+    request_id: RequestId
+    tokens: Sequence[int]
+    prompt_tokens: int
+    chain: KeyChain
+    table: BlockTable | None = None
+    computed: int = 0
+    committed: list[int] = field(default_factory=list)
+    hit: HitReport = field(default_factory=HitReport)
+    ticket: Parked | None = None
+    probing_until: float | None = None
+    denied: set[TierId] = field(default_factory=set)
+    failures: int = 0
+    boundaries_at: set[int] = field(default_factory=set)
+    copies: tuple[PageCopy, ...] = ()
+    copy_lease: Lease | None = None

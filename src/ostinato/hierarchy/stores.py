@@ -1,0 +1,112 @@
+"""Copying blocks to lower tiers: when they fill (eager), or when the device is about to evict them (lazy).
+
+Owns: what is offered to which tier, and the share of the device that stores may pin.  Does not own: what a report
+means (``settlement``).  A store is never owed: one that finds no room is skipped, and the block gets another chance as
+a boundary, and once more before the device evicts it.  Thread: the scheduler's only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from ostinato.cache.directory import Entry, Place
+from ostinato.cache.pool import Lease
+from ostinato.hierarchy.tiers import Core, OwnedTier, StoreMode
+from ostinato.ids import DEVICE, HOLE, JobId, SlotId, Step, TierId
+from ostinato.transfer.book import make_order, release
+from ostinato.transfer.job import JobKind, Move
+
+DEMOTE_BATCH = 64
+"""Eviction candidates looked at per step; also the number of free device slots below which the look begins."""
+
+
+class Stores:
+    """Orders STORE jobs for the entries it is shown."""
+
+    def __init__(self, core: Core, clock: Callable[[], float]) -> None:
+        self._core = core
+        self._clock = clock
+
+    def offer(self, entries: Sequence[Entry], step: Step) -> None:
+        """Blocks that just became full, or boundaries: eager tiers and asked tiers take them now."""
+        entries = [entry for entry in entries if self._is_storable(entry)]
+        if not entries:
+            return
+        for tier in self._core.lower.values():
+            if tier.mode is StoreMode.EAGER:
+                self._store(tier, entries, step)
+        for tier_id, probe in self._core.asked.items():
+            wanted = probe.offer([entry.key for entry in entries])
+            chosen = [entry for entry, wants in zip(entries, wanted, strict=True) if wants]
+            if chosen:
+                self._order(tier_id, [(entry, HOLE) for entry in chosen], None, step)
+
+    def demote(self, step: Step) -> None:
+        """Under pressure, copy what the device would evict next and no owned tier below holds."""
+        core = self._core
+        if not core.lower or len(core.device.pool.free_slots) >= DEMOTE_BATCH:
+            return
+        entries = [
+            entry
+            for slot in core.device.retention.candidates(DEMOTE_BATCH)
+            for entry in core.directory.contents(DEVICE, slot)
+            if len(entry.places) == 1 and self._is_storable(entry)
+        ]
+        for tier in core.lower.values():
+            self._store(tier, entries, step)
+
+    def revoke_queued(self) -> int:
+        """Pressure: take back stores that no mover has seen; returns how many jobs."""
+        jobs = self._core.book.revoke(JobKind.STORE)
+        for job in jobs:
+            self._withdraw(job.order.tier, job.order.moves)
+            release(job)
+        return len(jobs)
+
+    def _withdraw(self, tier: TierId, moves: Iterable[Move]) -> None:
+        if tier in self._core.lower:
+            for move in moves:
+                self._core.directory.withdraw(move.key, tier)
+
+    def _is_storable(self, entry: Entry) -> bool:
+        place = entry.places.get(DEVICE)
+        return place is not None and place.ready
+
+    def _pin_room(self) -> int:
+        """Device slots that stores may still pin."""
+        core = self._core
+        pinned = sum(len(job.device_lease.slots) for job in core.book if job.order.kind is JobKind.STORE)
+        return int(core.config.pin_share * core.device.pool.capacity) - pinned
+
+    def _store(self, tier: OwnedTier, entries: Sequence[Entry], step: Step) -> None:
+        """Order a store of what ``tier`` lacks of ``entries``: boundaries first, one tier slot per device page."""
+        pages: dict[SlotId, list[Entry]] = {}
+        for entry in entries:
+            if tier.tier not in entry.places:
+                pages.setdefault(entry.places[DEVICE].slot, []).append(entry)
+        ranked = sorted(pages.values(), key=lambda page: not any(entry.boundary for entry in page))
+        ranked = ranked[: max(0, self._pin_room())]
+        boundaries = sum(any(entry.boundary for entry in page) for page in ranked)
+        lease, targets = tier.take_for_store(boundaries, len(ranked) - boundaries, f"store to {tier.tier}")
+        pairs = [(entry, slot) for page, slot in zip(ranked, targets, strict=False) for entry in page]
+        if not pairs:
+            lease.release()
+            return
+        job_id = self._order(tier.tier, pairs, lease, step)
+        for entry, slot in pairs:
+            place = Place(slot, tier.pool.generation[slot], job_id)
+            self._core.directory.write(entry.key, entry.ordinal, tier.tier, place, entry.boundary)
+
+    def _order(self, tier: TierId, pairs: Sequence[tuple[Entry, SlotId]], lease: Lease | None, step: Step) -> JobId:
+        core = self._core
+        job_id = core.book.new_id()
+        moves = []
+        for entry, target in pairs:
+            spec = core.layout.groups[entry.key.group]
+            offset = entry.ordinal % spec.page_units * spec.unit_stride
+            source = entry.places[DEVICE].slot
+            moves.append(Move(entry.key, entry.ordinal, source, target, offset, spec.unit_bytes))
+        held = core.device.pool.share([move.device_slot for move in moves], f"store {job_id}")
+        order = make_order(job_id, JobKind.STORE, tier, moves, step)
+        core.book.open(order, held, lease, self._clock() + core.config.store_deadline_s)
+        return job_id

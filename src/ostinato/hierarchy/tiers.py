@@ -1,0 +1,80 @@
+"""A tier whose slots are ours: device and host.
+
+Owns: the pairing of one pool with its retention, and the rule of what may be evicted for what.  Does not own: bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from ostinato.cache.directory import Directory
+from ostinato.cache.layout import CacheLayout
+from ostinato.cache.pool import Lease, SlotPool
+from ostinato.cache.ports import Probe
+from ostinato.cache.retention import Retention
+from ostinato.ids import DEVICE, SlotId, TierId
+from ostinato.transfer.book import Book
+
+
+class StoreMode(Enum):
+    """When an owned lower tier gets a copy: as blocks fill, or only when the device is about to evict them."""
+
+    EAGER = "eager"
+    LAZY = "lazy"
+
+
+class OwnedTier:
+    """Slots of one tier in this process, evicted by retention."""
+
+    def __init__(self, tier: TierId, slots: int, directory: Directory, mode: StoreMode = StoreMode.EAGER) -> None:
+        self.tier = tier
+        self.mode = mode
+        self.retention = Retention(tier, directory)
+        self.pool = SlotPool(tier, slots, self.retention)
+
+    def take_for_store(self, boundaries: int, interiors: int, owner: str) -> tuple[Lease, list[SlotId]]:
+        """Slots in the order asked for, boundaries first; fewer when there is no room worth taking.
+
+        An interior unit never pushes out a boundary.
+        """
+        wanted = boundaries + interiors
+        lease = self.pool.take(min(wanted, len(self.pool.free_slots)), owner)
+        assert lease is not None, "free slots can be taken"
+        while len(lease.slots) < wanted:
+            if len(lease.slots) >= boundaries and not self.retention.first_is_interior():
+                break
+            more = self.pool.take(1, owner)
+            if more is None:
+                break
+            lease.absorb(more)
+        return lease, list(lease.slots)
+
+
+@dataclass(frozen=True, slots=True)
+class CoreConfig:
+    """Numbers of the hierarchy.  ``pin_share``: part of the device that queued and running stores may hold."""
+
+    reuse: bool = True
+    step_tokens: int = 512
+    load_deadline_s: float = 30.0
+    store_deadline_s: float = 60.0
+    probe_deadline_s: float = 5.0
+    pin_share: float = 0.5
+    max_load_failures: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Core:
+    """What the parts of the hierarchy share.  ``lower``: owned tiers below the device; ``asked``: the others."""
+
+    layout: CacheLayout
+    config: CoreConfig
+    directory: Directory
+    device: OwnedTier
+    lower: Mapping[TierId, OwnedTier]
+    asked: Mapping[TierId, Probe]
+    book: Book
+    order: tuple[TierId, ...] = field(default=(DEVICE,))
+    """All tiers from fast to slow."""

@@ -1,0 +1,71 @@
+"""The whole interface between scheduler and worker: one plan down, one result up, per step.
+
+Owns: the two values, plain and serialisable (one-page spec: ``docs/step-plan.md``).  They hold no reference into either
+side.  A worker keeps each sequence's table between steps; a plan carries what was appended since.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ostinato.ids import JobId, RequestId, SlotId, Step
+from ostinato.sampling_params import SamplingParams
+from ostinato.transfer.job import PageCopy, TransferOrder, TransferReport
+
+__all__ = ["PageCopy", "SampledToken", "SequencePlan", "StepPlan", "StepResult"]
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePlan:
+    """One sequence's share of a step: compute ``tokens`` at positions ``start, start + 1, ...``.
+
+    ``new_pages[g]`` are appended to the worker's row of group ``g`` (HOLEs included); ``fresh`` first clears the rows
+    (a new request, or one that was preempted).  ``sample``: the last token's logits are sampled, as output number
+    ``sampled_before`` of the request (0 = first), with ``sampling`` (given when fresh).
+    """
+
+    request_id: RequestId
+    start: int
+    tokens: tuple[int, ...]
+    new_pages: tuple[tuple[SlotId, ...], ...]
+    fresh: bool
+    sample: bool
+    sampled_before: int = 0
+    sampling: SamplingParams | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step.  Order in the worker: ``copies``, then ``transfers`` are handed to movers, then the forward pass.
+
+    ``finished`` are sequences that the worker can forget; ``cancelled`` are jobs whose mover should give up early.
+    """
+
+    step: Step
+    sequences: tuple[SequencePlan, ...] = ()
+    copies: tuple[PageCopy, ...] = ()
+    transfers: tuple[TransferOrder, ...] = ()
+    cancelled: tuple[JobId, ...] = ()
+    finished: tuple[RequestId, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(sequence.tokens) for sequence in self.sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """A sampled token; ``digest`` = SHA-256 of its logits row (fp32, little-endian) when the request asks for it."""
+
+    request_id: RequestId
+    token: int
+    digest: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the worker did: sampled tokens of ``step``, and transfer reports that arrived (of any step)."""
+
+    step: Step
+    sampled: tuple[SampledToken, ...] = ()
+    reports: tuple[TransferReport, ...] = ()

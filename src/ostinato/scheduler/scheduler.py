@@ -1,0 +1,199 @@
+"""Continuous batching with chunked prefill under a token budget.
+
+Owns: which request computes how many tokens in a step; phases and queues.  Does not own: blocks, tiers, transfers (all
+behind ``CacheHierarchy``); it does not know that connectors exist.  Thread: one; deterministic given clock and results.
+
+A step: every request that holds blocks goes on (whoever comes last in the policy's order is preempted when blocks run
+out), then waiting requests are admitted while budget and room last.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ostinato.hierarchy.hierarchy import CacheHierarchy
+from ostinato.hierarchy.residency import NoRoom, Parked, Ready
+from ostinato.ids import RequestId, Step
+from ostinato.scheduler.plan import PageCopy, SequencePlan, StepPlan, StepResult
+from ostinato.scheduler.policy import Policy
+from ostinato.scheduler.request import Phase, Request
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """``stall_s``: how long the first waiting request may find no room while nothing else is alive."""
+
+    max_tokens_per_step: int = 512
+    max_running: int = 64
+    policy: Policy = Policy.FCFS
+    stall_s: float = 60.0
+
+
+class Scheduler:
+    """Requests in, step plans out, results back in."""
+
+    def __init__(
+        self, cache: CacheHierarchy, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.requests: dict[RequestId, Request] = {}
+        self.cache = cache
+        self.config = config
+        self._clock = clock
+        self._waiting: list[Request] = []
+        self._holding: list[Request] = []
+        """READY and RUNNING, in policy order."""
+        self._step = Step(0)
+        self._in_flight: StepPlan | None = None
+        self._finished: list[RequestId] = []
+        self._starved_since: float | None = None
+
+    def add(self, request: Request) -> None:
+        self.cache.open(request.request_id, request.tokens, request.salt)
+        self.requests[request.request_id] = request
+        bisect.insort(self._waiting, request, key=self.config.policy.key)
+
+    def finish(self, request_id: RequestId) -> None:
+        """Done or aborted, in any phase; also between :meth:`plan` and :meth:`apply`."""
+        request = self.requests.pop(request_id)
+        if request in self._waiting:
+            self._waiting.remove(request)
+        if request in self._holding:
+            self._holding.remove(request)
+        request.phase = Phase.FINISHED
+        self.cache.finish(request_id, self._fence())
+        self._finished.append(request_id)
+
+    def plan(self) -> StepPlan:
+        """The next step.  A plan without sequences still carries transfers."""
+        assert self._in_flight is None, "the last step has not been applied"
+        self._step = Step(self._step + 1)
+        budget = self.config.max_tokens_per_step
+        chosen: list[tuple[Request, int]] = []
+        waiting_may_enter = self._plan_holding(chosen)
+        budget -= sum(count for _, count in chosen)
+        if waiting_may_enter:
+            self._plan_waiting(chosen, budget)
+        copies: list[PageCopy] = []
+        sequences = tuple(self._sequence(request, count, copies) for request, count in chosen)
+        transfers, cancelled = self.cache.dispatch()
+        finished, self._finished = tuple(self._finished), []
+        self._in_flight = StepPlan(self._step, sequences, tuple(copies), transfers, cancelled, finished)
+        return self._in_flight
+
+    def apply(self, result: StepResult) -> list[tuple[RequestId, int]]:
+        """Take in what a step did; returns the sampled tokens of requests that are still alive."""
+        plan, self._in_flight = self._in_flight, None
+        assert plan is not None and plan.step == result.step, "results come in order, one per plan"
+        for woken in self.cache.settle(result.step, result.reports):
+            self._wake(self.requests[woken.request_id], woken.ok)
+        for sequence in plan.sequences:
+            request = self.requests.get(sequence.request_id)
+            if request is not None and request.phase is Phase.RUNNING:
+                request.computed = sequence.start + len(sequence.tokens)
+                self.cache.commit(request.request_id, request.computed, result.step)
+        tokens = []
+        for sampled in result.sampled:
+            request = self.requests.get(sampled.request_id)
+            if request is not None:
+                request.tokens.append(sampled.token)
+                tokens.append((request.request_id, sampled.token))
+        return tokens
+
+    def starved(self) -> RequestId | None:
+        """A request that has waited too long for room although nothing else is alive (lost quarantined slots)."""
+        now = self._clock()
+        if self._starved_since is None or now - self._starved_since < self.config.stall_s:
+            return None
+        return self._waiting[0].request_id if self._waiting else None
+
+    def _plan_holding(self, chosen: list[tuple[Request, int]]) -> bool:
+        """Requests that hold blocks; False when one was preempted, so that nobody new is admitted."""
+        budget, calm = self.config.max_tokens_per_step, True
+        index = 0
+        while index < len(self._holding) and budget:
+            request = self._holding[index]
+            count = min(request.remaining, budget)
+            if not self.cache.grow(request.request_id, request.computed + count):
+                victim = self.config.policy.victim(self._holding[index:])
+                self._preempt(victim)
+                calm = False
+                continue
+            chosen.append((request, count))
+            budget -= count
+            index += 1
+        return calm
+
+    def _plan_waiting(self, chosen: list[tuple[Request, int]], budget: int) -> None:
+        admitted_all = True
+        while self._waiting and budget and len(self.requests) - len(self._waiting) < self.config.max_running:
+            request = self._waiting[0]
+            match self.cache.admit(request.request_id):
+                case NoRoom():
+                    admitted_all = False
+                    break
+                case Parked():
+                    self._waiting.pop(0)
+                    request.phase = Phase.PARKED
+                case Ready(hit):
+                    self._waiting.pop(0)
+                    request.computed = hit.tokens
+                    self._hold(request)
+                    count = min(request.remaining, budget)
+                    if self.cache.grow(request.request_id, request.computed + count):
+                        chosen.append((request, count))
+                        budget -= count
+        alive = len(self.requests) > len(self._waiting)
+        if admitted_all or alive:
+            self._starved_since = None
+        elif self._starved_since is None:
+            self._starved_since = self._clock()
+
+    def _sequence(self, request: Request, count: int, copies: list[PageCopy]) -> SequencePlan:
+        """One request's share of the step, with the pages that the worker does not know yet."""
+        fresh = request.phase is Phase.READY
+        request.phase = Phase.RUNNING
+        copies.extend(self.cache.take_copies(request.request_id, self._step))
+        rows = self.cache.rows(request.request_id)
+        if fresh:
+            request.sent = [0] * len(rows)
+        new_pages = tuple(tuple(row[known:]) for row, known in zip(rows, request.sent, strict=True))
+        request.sent = [len(row) for row in rows]
+        stop = request.computed + count
+        return SequencePlan(
+            request.request_id,
+            request.computed,
+            tuple(request.tokens[request.computed : stop]),
+            new_pages,
+            fresh,
+            sample=stop == len(request.tokens),
+            sampled_before=request.sampled,
+            sampling=request.sampling if fresh else None,
+        )
+
+    def _hold(self, request: Request) -> None:
+        request.phase = Phase.READY
+        if request.hit is None:
+            request.hit = self.cache.hit(request.request_id)
+        bisect.insort(self._holding, request, key=self.config.policy.key)
+
+    def _wake(self, request: Request, ok: bool) -> None:
+        if ok:
+            request.computed = self.cache.hit(request.request_id).tokens
+            self._hold(request)
+        else:
+            request.phase = Phase.WAITING
+            bisect.insort(self._waiting, request, key=self.config.policy.key)
+
+    def _preempt(self, victim: Request) -> None:
+        self._holding.remove(victim)
+        self.cache.preempt(victim.request_id, self._fence())
+        victim.phase = Phase.WAITING
+        victim.computed = 0
+        victim.preemptions += 1
+        bisect.insort(self._waiting, victim, key=self.config.policy.key)
+
+    def _fence(self) -> Step | None:
+        return self._in_flight.step if self._in_flight is not None else None

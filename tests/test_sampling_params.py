@@ -1,0 +1,92 @@
+"""SamplingParams: defaults, normalisation, and one clear line for every wrong value."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from ostinato.errors import SamplingError
+from ostinato.sampling_params import SamplingParams
+
+
+def test_defaults_are_plain_sampling() -> None:
+    params = SamplingParams()
+    assert (params.temperature, params.top_p, params.top_k, params.seed, params.max_tokens) == (1.0, 1.0, 0, None, 16)
+    assert params.stop_strings == () and params.stop_ids == ()
+    assert params.skip_special_tokens and not (params.ignore_eos or params.include_stop_str_in_output)
+    assert not params.greedy and not params.logits_digest
+
+
+def test_stops_become_tuples_and_params_are_hashable() -> None:
+    params = SamplingParams(stop=["a", "b"], stop_token_ids=[1, 2])
+    assert params.stop_strings == ("a", "b") and params.stop_ids == (1, 2)
+    assert SamplingParams(stop="ab").stop_strings == ("ab",)
+    assert hash(params) == hash(SamplingParams(stop=("a", "b"), stop_token_ids=(1, 2)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "greedy"),
+    [({"temperature": 0}, True), ({"temperature": 1e-6}, True), ({"top_k": 1}, True), ({"temperature": 0.01}, False)],
+)
+def test_greedy(fields: dict[str, Any], greedy: bool) -> None:
+    assert SamplingParams(**fields).greedy is greedy
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 2},
+        {"top_p": 1},
+        {"top_k": -1},
+        {"top_k": 10**9},
+        {"seed": 0},
+        {"seed": -(2**63)},
+        {"seed": 2**63 - 1},
+        {"stop": []},
+        {"stop": ()},
+        {"max_tokens": 1},
+        {"stop_token_ids": []},
+    ],
+)
+def test_edges_are_allowed(fields: dict[str, Any]) -> None:
+    SamplingParams(**fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("temperature", bad) for bad in (-0.1, math.nan, math.inf, "1", None, True)),
+        *(("top_p", bad) for bad in (0, -0.5, 1.01, math.nan, "0.5", None, True)),
+        *(("top_k", bad) for bad in (-2, 1.5, "3", None, True, math.nan)),
+        *(("seed", bad) for bad in (1.0, "1", True, 2**63, -(2**63) - 1)),
+        *(("stop", bad) for bad in ("", [""], ["a", ""], ["a", 1], 3, b"x", {"a": 1})),
+        *(("stop_token_ids", bad) for bad in (3, "3", [-1], [1.0], ["1"], [True])),
+        *(("max_tokens", bad) for bad in (0, -1, 1.0, "9", None, True)),
+        *(
+            (name, bad)
+            for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "logits_digest")
+            for bad in (None, 0, "yes")
+        ),
+    ],
+)
+def test_wrong_values_are_named(name: str, value: object) -> None:
+    fields: dict[str, Any] = {name: value}
+    with pytest.raises(SamplingError) as caught:
+        SamplingParams(**fields)
+    message = str(caught.value)
+    assert message.startswith(f"{name} must be ") and repr(value) in message and "\n" not in message
+
+
+def test_long_values_are_cut_short() -> None:
+    with pytest.raises(SamplingError) as caught:
+        SamplingParams(stop=["x" * 10_000, ""])
+    assert len(str(caught.value)) < 200
+
+
+def test_torch_is_not_imported() -> None:
+    code = "import sys, ostinato.sampling_params; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
