@@ -16,14 +16,19 @@ from ostinato.sampling_params import SamplingParams
 def test_defaults_are_plain_sampling() -> None:
     params = SamplingParams()
     assert (params.temperature, params.top_p, params.top_k, params.seed, params.max_tokens) == (1.0, 1.0, 0, None, 16)
-    assert params.stop_strings == () and params.stop_ids == ()
-    assert params.skip_special_tokens and not (params.ignore_eos or params.include_stop_str_in_output)
-    assert not params.greedy and not params.logits_digest
+    assert params.stop_strings == ()
+    assert params.stop_ids == ()
+    assert params.skip_special_tokens
+    assert not (params.ignore_eos)
+    assert not (params.include_stop_str_in_output)
+    assert not params.greedy
+    assert not params.logits_digest
 
 
 def test_stops_become_tuples_and_params_are_hashable() -> None:
     params = SamplingParams(stop=["a", "b"], stop_token_ids=[1, 2])
-    assert params.stop_strings == ("a", "b") and params.stop_ids == (1, 2)
+    assert params.stop_strings == ("a", "b")
+    assert params.stop_ids == (1, 2)
     assert SamplingParams(stop="ab").stop_strings == ("ab",)
     assert hash(params) == hash(SamplingParams(stop=("a", "b"), stop_token_ids=(1, 2)))
 
@@ -78,7 +83,9 @@ def test_wrong_values_are_named(name: str, value: object) -> None:
     with pytest.raises(SamplingError) as caught:
         SamplingParams(**fields)
     message = str(caught.value)
-    assert message.startswith(f"{name} must be ") and repr(value) in message and "\n" not in message
+    assert message.startswith(f"{name} must be ")
+    assert repr(value) in message
+    assert "\n" not in message
 
 
 def test_long_values_are_cut_short() -> None:

@@ -119,7 +119,7 @@ def peak_units(kind: Kind, tokens: int, in_flight: int, unit: int) -> int:
         case Chunked(chunk):
             return min(total, ceil_div(chunk + in_flight, unit) + 1)
         case State():
-            return min(total, 2)
+            return min(total, ceil_div(unit - 1 + in_flight, unit) + 1)
 
 
 def describe(kind: Kind) -> str:

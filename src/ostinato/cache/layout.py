@@ -103,7 +103,8 @@ class CacheLayout:
         total = 0
         for spec in self.groups:
             units = peak_units(spec.kind, tokens, in_flight, spec.hash_unit)
-            spare = 1 if spec.page_units > 1 else 0
+            # Each run of units may straddle one page more than it fills.
+            spare = len(spec.kind.live(tokens, spec.hash_unit)) if spec.page_units > 1 else 0
             total += min(spec.pages(tokens), ceil_div(units, spec.page_units) + spare)
         return total
 

@@ -18,8 +18,9 @@ Present: TypeAlias = Callable[[int, int], bool]
 def longest_hit(groups: Sequence[GroupSpec], cap: int, granularity: int, present: Present) -> int:
     """Largest ``n <= cap``, a multiple of ``granularity``, at which every group can resume; 0 when there is none.
 
-    Each unit is asked about at most once: what a pass has proven is remembered as one run per group, and later passes
-    (at smaller ``n``) need a part of it plus, perhaps, something to its left.
+    Each unit is asked about at most once (sinks that a gap separates from their window: once a pass): what a pass has
+    proven is remembered as one run per group, and later passes (at smaller ``n``) need a part of it plus, perhaps,
+    something to its left.
     """
     n = cap // granularity * granularity
     proven: list[tuple[int, int]] = [(0, 0)] * len(groups)
@@ -41,7 +42,8 @@ def _first_gap(index: int, spec: GroupSpec, n: int, proven: list[tuple[int, int]
     Walks from the right, since a gap near ``n`` rules out the fewest cuts, and so never skips a good one.
     """
     known_low, known_high = proven[index]
-    for low, high in reversed(spec.kind.required(n, spec.hash_unit)):
+    ranges = spec.kind.required(n, spec.hash_unit)
+    for low, high in reversed(ranges):
         ordinal = high - 1
         while ordinal >= low:
             if known_low <= ordinal < known_high:
@@ -50,13 +52,10 @@ def _first_gap(index: int, spec: GroupSpec, n: int, proven: list[tuple[int, int]
             if not present(index, ordinal):
                 return ordinal
             ordinal -= 1
-        if high > low:
-            known_low, known_high = proven[index] = _join((known_low, known_high), (low, high))
+        if low <= known_high and known_low <= high:
+            known_low, known_high = min(known_low, low), max(known_high, high)
+        elif high > low and (low, high) == ranges[-1]:
+            # Later passes are at smaller n: an older run further right is of no more use.
+            known_low, known_high = low, high
+        proven[index] = (known_low, known_high)
     return -1
-
-
-def _join(first: tuple[int, int], second: tuple[int, int]) -> tuple[int, int]:
-    """The union where the two runs touch, else the longer one (forgetting costs a question, never an answer)."""
-    if first[0] <= second[1] and second[0] <= first[1]:
-        return min(first[0], second[0]), max(first[1], second[1])
-    return max(first, second, key=lambda run: run[1] - run[0])

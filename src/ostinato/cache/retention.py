@@ -13,13 +13,19 @@ surfaces.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 from typing import TypeAlias
 
-from ostinato.cache.directory import Directory
+from ostinato.cache.directory import Directory, Entry
 from ostinato.ids import SlotId, TierId
 
 Rank: TypeAlias = tuple[bool, int, int]
 """``(boundary, tick of last use, -ordinal)``: smallest goes first."""
+
+
+def rank_of(entries: Iterable[Entry]) -> Rank:
+    """The most valuable of a page's units speaks for it."""
+    return max((entry.boundary, entry.tick, -entry.ordinal) for entry in entries)
 
 
 class Retention:
@@ -40,8 +46,7 @@ class Retention:
         return slot in self._stamps
 
     def rank(self, slot: SlotId) -> Rank:
-        """The most valuable of the slot's units speaks for it."""
-        return max((entry.boundary, entry.tick, -entry.ordinal) for entry in self._directory.contents(self._tier, slot))
+        return rank_of(self._directory.contents(self._tier, slot))
 
     def has_content(self, slot: SlotId) -> bool:
         return bool(self._directory.contents(self._tier, slot))
@@ -65,10 +70,10 @@ class Retention:
         self.evictions += 1
         return slot
 
-    def first_is_interior(self) -> bool:
-        """Whether the next slot to go is needed by no boundary."""
+    def lowest_rank(self) -> Rank | None:
+        """Rank of the next slot to go, or None when nothing is idle."""
         slot = self._surface()
-        return slot is not None and not self.rank(slot)[0]
+        return None if slot is None else self.rank(slot)
 
     def candidates(self, count: int) -> list[SlotId]:
         """The next ``count`` slots to go, first one first; changes nothing that can be seen."""

@@ -36,6 +36,12 @@ class BlockTable:
         """Append pages (or holes) whose slots the lease already counts."""
         self.rows[group].extend(slots)
 
+    def skip(self, tokens: int) -> None:
+        """Holes up to token ``tokens``: pages before it that the hit does not need never get a slot."""
+        for spec in self.groups:
+            row = self.rows[spec.group]
+            row.extend([HOLE] * (tokens // spec.page_tokens - len(row)))
+
     def missing_pages(self, tokens: int) -> int:
         """Pages that must be appended so that ``tokens`` tokens have room in every group."""
         return sum(max(0, spec.pages(tokens) - len(self.rows[spec.group])) for spec in self.groups)
@@ -53,8 +59,10 @@ class BlockTable:
         """Let go of pages that no token from ``tokens`` on can need; they stay hittable as long as there is room."""
         for spec in self.groups:
             row = self.rows[spec.group]
-            live = page_ranges(spec, spec.kind.live(tokens, spec.hash_unit))
-            start, stop = self._trimmed[spec.group], min(live[-1][0] if live else 0, len(row))
+            units = spec.kind.live(tokens, spec.hash_unit)
+            live = page_ranges(spec, units)
+            # Where nothing is live (a chunk or a window ends here), the empty range still says how far.
+            start, stop = self._trimmed[spec.group], min(units[-1][0] // spec.page_units if units else 0, len(row))
             stale = [page for page in range(start, stop) if row[page] != HOLE and not contains(live, page)]
             self.lease.drop((row[page] for page in stale), fence)
             for page in stale:

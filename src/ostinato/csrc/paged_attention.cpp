@@ -33,6 +33,11 @@ class Scratch {
   int64_t capacity_ = 0;
 };
 
+float* thread_scratch(int64_t floats) {
+  thread_local Scratch scratch;
+  return scratch.reserve(floats);
+}
+
 struct Batch {
   const int32_t* cu_q;      // [sequences + 1]
   const int32_t* seq_lens;  // [sequences]
@@ -148,9 +153,8 @@ void add_split_tasks(const AttentionProblem& problem, float* states, Plan* plan)
 // Threads take the next item when they are done with one: causal tasks differ in length, and cores may be shared.
 template <class Body>
 void for_each_item(int64_t count, int64_t threads, int64_t scratch_floats, const Body& body) {
-  thread_local Scratch scratch;
   if (threads <= 1 || count <= 1) {
-    float* memory = scratch.reserve(scratch_floats);
+    float* memory = thread_scratch(scratch_floats);
     for (int64_t item = 0; item < count; ++item) {
       body(item, memory);
     }
@@ -158,7 +162,7 @@ void for_each_item(int64_t count, int64_t threads, int64_t scratch_floats, const
   }
   std::atomic<int64_t> next{0};
   torch::stable::parallel_for(0, std::min(count, threads), 1, [&](int64_t, int64_t) {
-    float* memory = scratch.reserve(scratch_floats);
+    float* memory = thread_scratch(scratch_floats);
     for (int64_t item = next.fetch_add(1); item < count; item = next.fetch_add(1)) {
       body(item, memory);
     }

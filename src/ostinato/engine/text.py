@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 from ostinato.sampling_params import SamplingParams
 
@@ -31,18 +31,19 @@ _MOST_PENDING: Final = 16
 class AddedToken(Protocol):
     """What is looked at of a tokenizer's added token."""
 
-    special: bool
+    @property
+    def special(self) -> bool: ...
 
 
 class FastTokenizer(Protocol):
-    """What is used of a transformers fast tokenizer."""
+    """What is used of a transformers fast tokenizer.  ``Any`` is a str: transformers types it with the batch case."""
 
     @property
-    def added_tokens_decoder(self) -> dict[int, AddedToken]: ...
+    def added_tokens_decoder(self) -> Mapping[int, AddedToken]: ...
 
-    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str: ...
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> Any: ...
 
-    def convert_ids_to_tokens(self, ids: int) -> str: ...
+    def convert_ids_to_tokens(self, ids: int) -> Any: ...
 
 
 class Vocabulary:
@@ -54,7 +55,7 @@ class Vocabulary:
 
     def decode(self, ids: list[int]) -> str:
         """The text of ``ids``, special tokens included."""
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
     def byte(self, token_id: int) -> bytes | None:
         """The byte of a byte-fallback token; None for any other token."""
@@ -85,7 +86,9 @@ class Detokenizer:
         self._context = [
             i for i in prompt_ids[-_CONTEXT_TOKENS:] if i not in self._skipped and vocabulary.byte(i) is None
         ]
-        self._context_length = self._length(self._context)
+        # A character that the prompt leaves unfinished belongs to the output that finishes it.
+        shown = vocabulary.decode(self._context) if self._context else ""
+        self._context_length = len(shown.removesuffix(_BROKEN))
         self._pending: list[int] = []
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -105,7 +108,10 @@ class Detokenizer:
         return broken + self._settle(text)
 
     def finish(self) -> str:
-        """What was waiting at the output's end, less the unfinished character it ends in."""
+        """What was waiting at the output's end, less the unfinished character it ends in.
+
+        A U+FFFD that the model meant as such cannot be told from one, and is dropped too if it is the very last.
+        """
         return self._flush_pending().removesuffix(_BROKEN)
 
     def _flush_pending(self) -> str:
@@ -117,15 +123,12 @@ class Detokenizer:
         new = text[self._context_length :]
         # Tokens without text stay in the context: they may carry the state of a leading space.
         kept = self._pending if new else (self._context + self._pending)[-_CONTEXT_TOKENS:]
-        # Broken bytes that were given out must not be completed, and so replaced, by the next token.
-        self._context = [] if text.endswith(_BROKEN) else kept
-        self._pending = []
-        self._context_length = self._length(self._context)
+        shown = self._vocabulary.decode(kept) if kept else ""
+        if text.endswith(_BROKEN) or shown.endswith(_BROKEN):
+            # Part of a character: the next token must neither complete what was given out nor be measured against it.
+            kept, shown = [], ""
+        self._context, self._context_length, self._pending = kept, len(shown), []
         return new
-
-    def _length(self, ids: list[int]) -> int:
-        # A character that the prompt leaves unfinished belongs to the output that finishes it.
-        return len(self._vocabulary.decode(ids).removesuffix(_BROKEN)) if ids else 0
 
 
 class _StopString:

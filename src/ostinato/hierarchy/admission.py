@@ -116,9 +116,11 @@ class Admitter:
             row.append(slot)
             if page.share == HOLE:
                 self._fill(request, page, slot, moves, copies)
+        table.skip(plan.hit.tokens)
         request.table = table
         request.copies, request.copy_lease = tuple(copies), copy_lease
         request.computed = plan.hit.tokens
+        request.boundaries_at.clear()
         request.committed = [plan.hit.tokens // spec.hash_unit for spec in core.layout.groups]
         request.hit = self._report(plan, moves)
         return {self._order(tier, moves[tier], sources[tier], lease, step) for tier in moves}

@@ -23,7 +23,7 @@ from ostinato.cache.kinds import keeps_interior
 from ostinato.cache.ports import Observer
 from ostinato.cache.table import BlockTable
 from ostinato.hierarchy.admission import Admitter
-from ostinato.hierarchy.residency import Admission, HitReport, Residency, Woken
+from ostinato.hierarchy.residency import Admission, HitReport, NoRoom, Residency, Woken
 from ostinato.hierarchy.settlement import Settlement
 from ostinato.hierarchy.stores import Stores
 from ostinato.hierarchy.tiers import Core
@@ -55,7 +55,11 @@ class CacheHierarchy:
         self.requests[request_id] = Residency(request_id, tokens, len(tokens), chain)
 
     def admit(self, request_id: RequestId) -> Admission:
-        return self._admitter.admit(self.requests[request_id], self.step)
+        request = self.requests[request_id]
+        answer = self._admitter.admit(request, self.step)
+        if isinstance(answer, NoRoom) and self._stores.make_room(answer.short_by):
+            answer = self._admitter.admit(request, self.step)
+        return answer
 
     def grow(self, request_id: RequestId, tokens: int) -> bool:
         """Make room for the first ``tokens`` tokens in every group, or change nothing and return False."""
@@ -63,7 +67,7 @@ class CacheHierarchy:
         table, pool = _table(request), self.core.device.pool
         count = table.missing_pages(tokens)
         if count > pool.available:
-            self._stores.revoke_queued()
+            self._stores.make_room(count - pool.available)
         taken = pool.take(count, table.lease.owner)
         if taken is None:
             return False

@@ -7,14 +7,16 @@ a boundary, and once more before the device evicts it.  Thread: the scheduler's 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from ostinato.cache.directory import Entry, Place
 from ostinato.cache.pool import Lease
+from ostinato.cache.retention import rank_of
 from ostinato.hierarchy.tiers import Core, OwnedTier, StoreMode
 from ostinato.ids import DEVICE, HOLE, JobId, SlotId, Step, TierId
 from ostinato.transfer.book import make_order, release
-from ostinato.transfer.job import JobKind, Move
+from ostinato.transfer.job import JobKind, JobState, Move
 
 DEMOTE_BATCH = 64
 """Eviction candidates looked at per step; also the number of free device slots below which the look begins."""
@@ -37,9 +39,9 @@ class Stores:
                 self._store(tier, entries, step)
         for tier_id, probe in self._core.asked.items():
             wanted = probe.offer([entry.key for entry in entries])
-            chosen = [entry for entry, wants in zip(entries, wanted, strict=True) if wants]
-            if chosen:
-                self._order(tier_id, [(entry, HOLE) for entry in chosen], None, step)
+            pages = self._pages(entry for entry, wants in zip(entries, wanted, strict=True) if wants)
+            if pages:
+                self._order(tier_id, [(entry, HOLE) for page in pages for entry in page], None, step)
 
     def demote(self, step: Step) -> None:
         """Under pressure, copy what the device would evict next and no owned tier below holds."""
@@ -55,13 +57,17 @@ class Stores:
         for tier in core.lower.values():
             self._store(tier, entries, step)
 
-    def revoke_queued(self) -> int:
-        """Pressure: take back stores that no mover has seen; returns how many jobs."""
-        jobs = self._core.book.revoke(JobKind.STORE)
-        for job in jobs:
+    def make_room(self, short_by: int) -> bool:
+        """Pressure: take back the stores that no mover has seen, if that gives ``short_by`` device slots."""
+        core = self._core
+        queued = [job for job in core.book if job.state is JobState.QUEUED and job.order.kind is JobKind.STORE]
+        pins = Counter(slot for job in queued for slot in job.device_lease.slots)
+        if sum(core.device.pool.references(slot) == count for slot, count in pins.items()) < short_by:
+            return False
+        for job in core.book.revoke(JobKind.STORE):
             self._withdraw(job.order.tier, job.order.moves)
             release(job)
-        return len(jobs)
+        return True
 
     def _withdraw(self, tier: TierId, moves: Iterable[Move]) -> None:
         if tier in self._core.lower:
@@ -78,17 +84,19 @@ class Stores:
         pinned = sum(len(job.device_lease.slots) for job in core.book if job.order.kind is JobKind.STORE)
         return int(core.config.pin_share * core.device.pool.capacity) - pinned
 
-    def _store(self, tier: OwnedTier, entries: Sequence[Entry], step: Step) -> None:
-        """Order a store of what ``tier`` lacks of ``entries``: boundaries first, one tier slot per device page."""
+    def _pages(self, entries: Iterable[Entry]) -> list[list[Entry]]:
+        """Entries by device page, the most valuable first; no more pages than stores may still pin."""
         pages: dict[SlotId, list[Entry]] = {}
         for entry in entries:
-            if tier.tier not in entry.places:
-                pages.setdefault(entry.places[DEVICE].slot, []).append(entry)
-        ranked = sorted(pages.values(), key=lambda page: not any(entry.boundary for entry in page))
-        ranked = ranked[: max(0, self._pin_room())]
-        boundaries = sum(any(entry.boundary for entry in page) for page in ranked)
-        lease, targets = tier.take_for_store(boundaries, len(ranked) - boundaries, f"store to {tier.tier}")
-        pairs = [(entry, slot) for page, slot in zip(ranked, targets, strict=False) for entry in page]
+            pages.setdefault(entry.places[DEVICE].slot, []).append(entry)
+        ranked = sorted(pages.values(), key=rank_of, reverse=True)
+        return ranked[: max(0, self._pin_room())]
+
+    def _store(self, tier: OwnedTier, entries: Sequence[Entry], step: Step) -> None:
+        """Order a store of what ``tier`` lacks of ``entries``: one tier slot per device page."""
+        pages = self._pages(entry for entry in entries if tier.tier not in entry.places)
+        lease, targets = tier.take_for_store([rank_of(page) for page in pages], f"store to {tier.tier}")
+        pairs = [(entry, slot) for page, slot in zip(pages, targets, strict=False) for entry in page]
         if not pairs:
             lease.release()
             return

@@ -5,7 +5,7 @@ Owns: the pairing of one pool with its retention, and the rule of what may be ev
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -13,7 +13,7 @@ from ostinato.cache.directory import Directory
 from ostinato.cache.layout import CacheLayout
 from ostinato.cache.pool import Lease, SlotPool
 from ostinato.cache.ports import Probe
-from ostinato.cache.retention import Retention
+from ostinato.cache.retention import Rank, Retention
 from ostinato.ids import DEVICE, SlotId, TierId
 from ostinato.transfer.book import Book
 
@@ -34,20 +34,19 @@ class OwnedTier:
         self.retention = Retention(tier, directory)
         self.pool = SlotPool(tier, slots, self.retention)
 
-    def take_for_store(self, boundaries: int, interiors: int, owner: str) -> tuple[Lease, list[SlotId]]:
-        """Slots in the order asked for, boundaries first; fewer when there is no room worth taking.
+    def take_for_store(self, ranks: Sequence[Rank], owner: str) -> tuple[Lease, list[SlotId]]:
+        """Slots for pages of these ranks, the most valuable first; fewer when there is no room worth taking.
 
-        An interior unit never pushes out a boundary.
+        A page never pushes out one that is worth as much: otherwise two tiers could copy the same pages for ever.
         """
-        wanted = boundaries + interiors
-        lease = self.pool.take(min(wanted, len(self.pool.free_slots)), owner)
+        lease = self.pool.take(min(len(ranks), len(self.pool.free_slots)), owner)
         assert lease is not None, "free slots can be taken"
-        while len(lease.slots) < wanted:
-            if len(lease.slots) >= boundaries and not self.retention.first_is_interior():
+        for rank in ranks[len(lease.slots) :]:
+            lowest = self.retention.lowest_rank()
+            if lowest is None or lowest >= rank:
                 break
             more = self.pool.take(1, owner)
-            if more is None:
-                break
+            assert more is not None, "something is idle"
             lease.absorb(more)
         return lease, list(lease.slots)
 

@@ -25,28 +25,26 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ostinato.ids import HOLE
-from ostinato.runtime.attention import AttentionBackend, BatchMetadata
+from ostinato.ids import HOLE, SlotId
 from ostinato.runtime.arena import Arena
+from ostinato.runtime.attention import AttentionBackend, BatchMetadata
 from ostinato.runtime.specs import LayerGeometry
 
 Int32s = npt.NDArray[np.int32]
 
 
-@dataclass(frozen=True, slots=True)
-class GroupIndex:
-    """One group's part of a step: where to write the new rows, and what each sequence may read."""
-
-    slots: torch.Tensor
-    metadata: BatchMetadata
+_FIRST_CAPACITY: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """The step as one layer's attention sees it.  ``tokens`` are real rows; a batch may carry padding behind them."""
+    """The step as one layer's attention sees it.  ``tokens`` are real rows; a batch may carry padding behind them.
+
+    ``groups[g]`` says of KV group g where its new rows go and what each sequence may read.
+    """
 
     tokens: int
-    groups: tuple[GroupIndex, ...]
+    groups: tuple[BatchMetadata, ...]
     arena: Arena
     backend: AttentionBackend
     geometry: tuple[LayerGeometry, ...]
@@ -56,9 +54,38 @@ ACTIVE: Final[ContextVar[ForwardContext]] = ContextVar("ostinato_forward")
 """Set around a forward pass, per thread: several engines may run one model at once."""
 
 
+class BlockRow:
+    """One sequence's kernel blocks in one group, in order of position; grows by doubling."""
+
+    def __init__(self) -> None:
+        self._memory: Int32s = np.empty(_FIRST_CAPACITY, dtype=np.int32)
+        self._size = 0
+
+    @property
+    def blocks(self) -> Int32s:
+        """A view of what was appended so far."""
+        return self._memory[: self._size]
+
+    def append(self, pages: Sequence[SlotId], page_units: int) -> None:
+        """Append each page's units; a HOLE is as many holes."""
+        if not pages:
+            return
+        added = np.asarray(pages, dtype=np.int32)
+        if page_units > 1:
+            units = np.arange(page_units, dtype=np.int32)
+            added = np.where(added[:, None] == HOLE, HOLE, added[:, None] * page_units + units).ravel()
+        end = self._size + added.size
+        if end > self._memory.size:
+            grown = np.empty(max(end, 2 * self._memory.size), dtype=np.int32)
+            grown[: self._size] = self.blocks
+            self._memory = grown
+        self._memory[self._size : end] = added
+        self._size = end
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One sequence's share of a step: ``count`` new rows from position ``start``; ``rows[g]`` = its blocks in group g."""
+    """One sequence's share of a step: ``count`` new rows from ``start`` on; ``rows[g]`` = its blocks in group g."""
 
     start: int
     count: int
@@ -69,17 +96,17 @@ class Span:
         return self.start + self.count
 
 
-def build_groups(spans: Sequence[Span], units: Sequence[int]) -> tuple[GroupIndex, ...]:
-    """Index arrays of every group; ``units[g]`` = tokens per block of group g."""
-    cu_q = _int32([0, *np.cumsum([span.count for span in spans])])
+def build_groups(spans: Sequence[Span], units: Sequence[int]) -> tuple[BatchMetadata, ...]:
+    """The index arrays of every group; ``units[g]`` = tokens per block of group g."""
+    query_lens = [span.count for span in spans]
+    context_lens = [span.start for span in spans]
+    cu_q = _int32([0, *np.cumsum(query_lens)])
     seq_lens = _int32([span.end for span in spans])
-    longest_query = max(span.count for span in spans)
     groups = []
     for group, unit in enumerate(units):
         table = torch.from_numpy(_block_table([span.rows[group] for span in spans]))
         slots = torch.from_numpy(np.concatenate([_slots(span, span.rows[group], unit) for span in spans]))
-        groups.append(GroupIndex(slots, BatchMetadata(table, cu_q, seq_lens)))
-    del longest_query
+        groups.append(BatchMetadata(cu_q, seq_lens, query_lens, context_lens, table, slots))
     return tuple(groups)
 
 

@@ -22,9 +22,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -72,7 +70,7 @@ def load() -> tuple[NativeLibrary | None, str]:
         return None, "no C++ compiler found (looked for $CXX, g++, c++, clang++)"
     try:
         path = build(compiler, cache_folder())
-        torch.ops.load_library(str(path))
+        torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
         best = Isa(torch.ops.ostinato.best_isa())
     except subprocess.CalledProcessError as error:
         return None, f"compilation failed: {_first_error(error.stderr)}"
@@ -124,16 +122,10 @@ def build(compiler: str, folder: Path) -> Path:
     if not sources:
         raise FileNotFoundError(f"no C++ sources in {SOURCES}")
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with _work_folder(target.parent) as work:
-        library = _compile(compiler, sources, work)
+    with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as work:
+        library = _compile(compiler, sources, Path(work))
         os.replace(library, target)
     return target
-
-
-@contextmanager
-def _work_folder(parent: Path) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="build-", dir=parent) as name:
-        yield Path(name)
 
 
 def _compile(compiler: str, sources: list[Path], work: Path) -> Path:
@@ -149,7 +141,8 @@ def _compile(compiler: str, sources: list[Path], work: Path) -> Path:
         list(pool.map(compile_one, sources, objects))
     library = work / LIBRARY_NAME
     # torch is loaded already, so no run path is needed; on macOS its symbols are looked up at load time.
-    libraries = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else [f"-L{torch_root / 'lib'}", "-ltorch_cpu"]
+    on_macos = sys.platform == "darwin"
+    libraries = ["-undefined", "dynamic_lookup"] if on_macos else [f"-L{torch_root / 'lib'}", "-ltorch_cpu"]
     _run([compiler, "-shared", "-o", str(library), *map(str, objects), *libraries])
     return library
 

@@ -22,7 +22,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from ostinato.errors import ModelRefusedError
 
 
-
 def freeze_rope(model: PreTrainedModel, max_model_len: int) -> str:
     """Freeze every rotary module of ``model`` for contexts of up to ``max_model_len`` tokens.
 

@@ -32,6 +32,7 @@ _UNIFORM_BITS: Final = 48
 _SUM_BLOCK: Final = 512
 _DIGIT_BITS: Final = 16
 _DIGITS: Final = 1 << _DIGIT_BITS
+_FEW: Final = 1024
 _ARGMAX_BLOCK: Final = 512
 
 
@@ -123,9 +124,25 @@ def sample_row(logits: torch.Tensor, row: SampleRow) -> int:
 def top_ids(values: torch.Tensor, mass: torch.Tensor, goal: float) -> torch.Tensor:
     """The fewest largest ``values`` [V] whose ``mass`` [V, fp64] adds up to ``goal``, as ascending indices.
 
-    Of equal values, which must have equal mass, the lower indices are taken.  A radix selection: one histogram over
-    the upper 16 bits of the values finds the bucket in which the goal is reached, one over the lower 16 bits the exact
-    value.  Two passes whatever the distribution; a top-k that grows until it covers the goal has no such bound.
+    Of equal values, which must have equal mass, the lower indices are taken.
+    """
+    few = values.numel() <= _FEW
+    return sorted_top_ids(values, mass, goal) if few else radix_top_ids(values, mass, goal)
+
+
+def sorted_top_ids(values: torch.Tensor, mass: torch.Tensor, goal: float) -> torch.Tensor:
+    """:func:`top_ids` of few values (what a top-k left over), where sorting is cheaper than a histogram."""
+    order = values.sort(descending=True, stable=True).indices
+    place = int(torch.searchsorted(mass[order].cumsum(0), goal))
+    return order[: place + 1].sort().values
+
+
+def radix_top_ids(values: torch.Tensor, mass: torch.Tensor, goal: float) -> torch.Tensor:
+    """:func:`top_ids` of a vocabulary, by radix selection.
+
+    One histogram over the upper 16 bits of the values finds the bucket in which the goal is reached, one over the lower
+    16 bits the exact value.  Two passes whatever the distribution; a top-k grown until it covers the goal has no such
+    bound.
     """
     # Read as an integer, a float orders like the float once negative ones are mirrored; + 0.0 makes -0.0 equal 0.0.
     bits = (values + 0.0).view(torch.int32)

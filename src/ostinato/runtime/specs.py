@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import logging
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
@@ -27,8 +26,15 @@ from ostinato.cache.kinds import Full, Kind, Window
 from ostinato.cache.layout import LayerSpec
 from ostinato.errors import ModelRefusedError
 
+_log = logging.getLogger(__name__)
+
 CACHE_ARGUMENTS: Final = ("cache", "past_key_values")
 """Names of the cache argument over transformers' versions, newest first."""
+LAYER_KEY: Final = "ostinato_layer"
+"""Keyword under which a cache tells the attention function which layer it serves.
+
+Some models use one attention module for several layers, so the module's own index is not to be trusted.
+"""
 _PROBE: Final = "ostinato_probe"
 _PROBE_TOKENS: Final = 4
 _ATTENTION_TENSORS: Final = frozenset({"s_aux", "position_ids", "cache_position"})
@@ -74,48 +80,56 @@ class _Recorded:
 
 def probe_specs(model: PreTrainedModel) -> ModelSpecs:
     """The specs of ``model``.  Raises :class:`ModelRefusedError`, with the reason, for a model that cannot be served."""
-    argument = _check_interface(model)
-    config = model.config.get_text_config(decoder=True)
-    types, settings = get_layer_types_and_kwargs(config)
-    kinds = [_kind(i, t, s) for i, (t, s) in enumerate(zip(types, settings, strict=True))]
-    recorded = _record(model, argument, len(kinds))
-    item = model.dtype.itemsize
-    geometry = tuple(_geometry(layer, kind, recorded[layer]) for layer, kind in enumerate(kinds))
-    specs = tuple(LayerSpec(g.layer, g.kind, (g.kv_heads * g.key_dim * item, g.kv_heads * g.value_dim * item)) for g in geometry)
-    return ModelSpecs(specs, geometry, argument, model.dtype)
+    try:
+        _check_class(model)
+        kinds = _kinds(model)
+        argument = _check_forward(model)
+        recorded = _record(model, argument, len(kinds))
+        geometry = tuple(_geometry(layer, kind, recorded[layer]) for layer, kind in enumerate(kinds))
+    except _Reason as reason:
+        raise ModelRefusedError(f"{type(model).__name__} cannot be served: {reason}") from reason.__cause__
+    return ModelSpecs(tuple(_layer_spec(g, model.dtype.itemsize) for g in geometry), geometry, argument, model.dtype)
 
 
-def cache_argument(model: PreTrainedModel) -> str:
-    """The name under which ``model`` takes a cache.
+class _Reason(Exception):
+    """Why a model is refused; :func:`probe_specs` adds the model's class."""
+
+
+def _layer_spec(shape: LayerGeometry, item: int) -> LayerSpec:
+    parts = (shape.kv_heads * shape.key_dim * item, shape.kv_heads * shape.value_dim * item)
+    return LayerSpec(shape.layer, shape.kind, parts)
+
+
+def _check_class(model: PreTrainedModel) -> None:
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise _Reason("it is an encoder-decoder model; this release serves decoder-only models")
+    if model.get_output_embeddings() is None:
+        raise _Reason("it has no language-model head (an encoder, or a bare backbone)")
+
+
+def _check_forward(model: PreTrainedModel) -> str:
+    """Refuse by the forward pass's signature; returns the name under which it takes a cache.
 
     A wrong name would vanish in the model's ``**kwargs``, and every token would be computed without its past.
     """
-    parameters = inspect.signature(inspect.unwrap(type(model).forward)).parameters
-    for name in CACHE_ARGUMENTS:
-        if name in parameters:
-            return name
-    refuse(model, f"its forward pass takes none of {', '.join(CACHE_ARGUMENTS)}: it keeps its state in a way of its own")
-
-
-def refuse(model: PreTrainedModel, reason: str) -> NoReturn:
-    raise ModelRefusedError(f"{type(model).__name__} cannot be served: {reason}")
-
-
-def _check_interface(model: PreTrainedModel) -> str:
-    """Refuse by shape of the class, before any forward pass; returns the cache argument."""
-    config = model.config
-    if getattr(config, "is_encoder_decoder", False):
-        refuse(model, "it is an encoder-decoder model; this release serves decoder-only models")
-    if model.get_output_embeddings() is None:
-        refuse(model, "it has no language-model head (an encoder, or a bare backbone)")
-    argument = cache_argument(model)
+    if not model._supports_attention_backend:
+        raise _Reason("its attention does not go through transformers' attention interface")
     parameters = inspect.signature(inspect.unwrap(type(model).forward)).parameters
     for needed in ("position_ids", "logits_to_keep"):
         if needed not in parameters:
-            refuse(model, f"its forward pass has no `{needed}` argument, which packed batches need")
-    if not model._supports_attention_backend:
-        refuse(model, "its attention does not go through transformers' attention interface")
-    return argument
+            raise _Reason(f"its forward pass has no `{needed}` argument, which packed batches need")
+    for name in CACHE_ARGUMENTS:
+        if name in parameters:
+            return name
+    raise _Reason(f"its forward pass takes neither {' nor '.join(CACHE_ARGUMENTS)}: it keeps state in a way of its own")
+
+
+def _kinds(model: PreTrainedModel) -> list[Kind]:
+    try:
+        types, settings = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise _Reason(f"its config does not tell the kinds of its layers ({error})") from error
+    return [_kind(layer, *item) for layer, item in enumerate(zip(types, settings, strict=True))]
 
 
 def _kind(layer: int, name: str, settings: dict[str, Any]) -> Kind:
@@ -127,21 +141,17 @@ def _kind(layer: int, name: str, settings: dict[str, Any]) -> Kind:
             # transformers calls a sliding layer without a width what it is: full attention.
             return Window(int(window)) if window else Full()
         case _:
-            raise ModelRefusedError(
-                f"layer {layer} is of kind {name!r}; this release serves full and sliding-window attention"
-            )
+            raise _Reason(f"layer {layer} is of kind {name!r}; this release serves full and sliding-window attention")
 
 
 def _geometry(layer: int, kind: Kind, seen: _Recorded) -> LayerGeometry:
     if seen.key is None or seen.value is None:
-        raise ModelRefusedError(f"layer {layer} puts no keys and values of its own into the cache")
+        raise _Reason(f"layer {layer} puts no keys and values of its own into the cache")
     if seen.attention_calls != 1:
-        raise ModelRefusedError(
-            f"layer {layer} calls the attention interface {seen.attention_calls} times per pass, not once"
-        )
+        raise _Reason(f"layer {layer} calls the attention interface {seen.attention_calls} times per pass, not once")
     window = kind.window if isinstance(kind, Window) else 0
     if seen.window is not None and seen.window != window:
-        raise ModelRefusedError(f"layer {layer} attends over a window of {seen.window}, its config says {window}")
+        raise _Reason(f"layer {layer} attends over a window of {seen.window}, its config says {window}")
     _, heads, _, key_dim = seen.key
     return LayerGeometry(layer, kind, heads, key_dim, seen.value[3], window, source=layer)
 
@@ -163,10 +173,10 @@ class _ProbeCache(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not 0 <= layer_idx < len(self.recorded):
-            raise ModelRefusedError(f"it updates layer {layer_idx} of {len(self.recorded)}")
+            raise _Reason(f"it updates layer {layer_idx} of {len(self.recorded)}")
         record = self.recorded[layer_idx]
         if record.key is not None:
-            raise ModelRefusedError(f"layer {layer_idx} updates the cache more than once per pass")
+            raise _Reason(f"layer {layer_idx} updates the cache more than once per pass")
         record.key, record.value = key_states.shape, value_states.shape
         if (bag := kwargs.get("kwargs")) is not None:
             bag[LAYER_KEY] = layer_idx
@@ -180,17 +190,10 @@ class _ProbeCache(Cache):
         return [False] * len(self.recorded)
 
     def _side_state(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ModelRefusedError("it keeps state beside keys and values (recurrent, convolution or indexer)")
+        raise _Reason("it keeps state beside keys and values (recurrent, convolution or indexer)")
 
     get_conv_state = update_conv_state = get_recurrent_state = update_recurrent_state = _side_state
     update_indexer = has_previous_state = _side_state
-
-
-LAYER_KEY: Final = "ostinato_layer"
-"""Keyword under which a cache tells the attention function which layer it serves.
-
-Some models use one attention module for several layers, so the module's own index is not to be trusted.
-"""
 
 
 def _probe_attention(
@@ -200,18 +203,20 @@ def _probe_attention(
     cache: _ProbeCache = kwargs[_PROBE]
     layer = kwargs.get(LAYER_KEY, getattr(module, "layer_idx", None))
     if layer is None:
-        raise ModelRefusedError("an attention call does not say which layer it belongs to")
+        raise _Reason("an attention call does not say which layer it belongs to")
     if hasattr(module, "expand_kv"):
-        raise ModelRefusedError(f"layer {layer} caches a latent (MLA); this release serves plain keys and values")
+        raise _Reason(f"layer {layer} caches a latent (MLA); this release serves plain keys and values")
     if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
-        raise ModelRefusedError(f"layer {layer} is not causal (an encoder or an embedding model)")
+        raise _Reason(f"layer {layer} is not causal (an encoder or an embedding model)")
     odd = sorted(name for name, item in kwargs.items() if torch.is_tensor(item) and name not in _ATTENTION_TENSORS)
     if odd:
-        raise ModelRefusedError(f"layer {layer} passes {', '.join(odd)} to attention, which is not understood here")
+        raise _Reason(f"layer {layer} passes {', '.join(odd)} to attention, which is not understood here")
+    if args[0] is not None or kwargs.get("attention_mask") is not None:
+        raise _Reason(f"layer {layer} comes with an attention mask of the model's own making")
     record = cache.recorded[layer]
     record.attention_calls += 1
     if record.key is not None and key.shape[1:] != record.key[1:]:
-        raise ModelRefusedError(f"layer {layer} attends over other keys than it caches")
+        raise _Reason(f"layer {layer} attends over other keys than it caches")
     record.window = kwargs.get("sliding_window")
     batch, heads, tokens, _ = query.shape
     return query.new_empty(batch, tokens, heads, value.shape[-1]), None
@@ -223,15 +228,18 @@ def _record(model: PreTrainedModel, argument: str, layers: int) -> list[_Recorde
     try:
         with fx_config.patch(meta_nonzero_assume_all_nonzero=True):
             return _forward(_on_meta(model), argument, layers)
-    except ModelRefusedError as error:
-        refuse(model, str(error))
-    except Exception:  # what the meta device lacks differs from model to model; the real weights decide
-        pass
+    except _Reason:
+        raise
+    except Exception as error:
+        # What the meta device lacks differs from model to model; the real weights decide.
+        _log.debug("probing %s on the meta device failed: %s", type(model).__name__, error)
     before = model.config._attn_implementation
     try:
         return _forward(model, argument, layers)
+    except _Reason:
+        raise
     except Exception as error:
-        refuse(model, str(error) if isinstance(error, ModelRefusedError) else f"a probing pass failed: {error}")
+        raise _Reason(f"a probing forward pass failed: {error}") from error
     finally:
         model.set_attn_implementation(before)
 
@@ -242,17 +250,9 @@ def _on_meta(model: PreTrainedModel) -> PreTrainedModel:
         twin = type(model)(copy.deepcopy(model.config))
     twin.eval().to(model.dtype)
     if hasattr(twin, "set_experts_implementation"):
-        _without_error(lambda: twin.set_experts_implementation("batched_mm"))
+        # The one way to run experts whose shapes do not depend on the router's choice; a model without any ignores it.
+        twin.set_experts_implementation("batched_mm")
     return twin
-
-
-def _without_error(action: Callable[[], Any]) -> None:
-    guard: AbstractContextManager[Any] = nullcontext()
-    with guard:
-        try:
-            action()
-        except (ValueError, AttributeError, KeyError):
-            return
 
 
 def _forward(model: PreTrainedModel, argument: str, layers: int) -> list[_Recorded]:

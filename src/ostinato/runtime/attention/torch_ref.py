@@ -27,6 +27,8 @@ class TorchRef:
 
     def supports(self, head_dim: int, value_dim: int, dtype: torch.dtype) -> str | None:
         """Every floating-point dtype and head size."""
+        if head_dim < 1 or value_dim < 1:
+            return "head dimensions must be positive"
         return None if dtype.is_floating_point else f"torch_ref needs a floating-point dtype, not {dtype}"
 
     def write(self, key: Tensor, value: Tensor, pages: KVPages, slots: Tensor) -> None:

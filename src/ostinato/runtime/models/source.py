@@ -42,7 +42,8 @@ def resolve(name: str, notice: Callable[[str], None] = _say, progress: Progress 
     if (known := find_known(name)) is not None:
         return resolve_known(known, notice, progress or NoProgress())
     folder = Path(name).expanduser()
-    if folder.is_dir():
+    # An empty name would be the current folder.
+    if name and folder.is_dir():
         return ModelFiles.of_folder(name, folder)
     if _HUB_ID.fullmatch(name):
         return _from_hub(name)

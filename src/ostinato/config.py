@@ -1,0 +1,57 @@
+"""Configuration of an engine, read and checked at the edge; inner objects get plain arguments.
+
+Owns: names, defaults, validation.  Names are vLLM's where both have the option.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ostinato.errors import ConfigError
+
+DTYPES: Final = ("bfloat16", "float32")
+POLICIES: Final = ("fcfs", "priority")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What a user can set.
+
+    ``model``: ``gemma3-270m``, a folder, or a hub id.  ``kv_cache_memory``: bytes of the device pool, as a number or
+    text such as ``2GiB``; ``num_gpu_blocks_override`` gives it in pages instead.  ``kv``: lower tiers from fast to
+    slow, such as ``("host:8GiB",)``.  ``check_invariants``: audit after every step and poison memory (slow; for tests).
+    """
+
+    model: str
+    dtype: str = "bfloat16"
+    max_model_len: int | None = None
+    kv_cache_memory: int | str = "1GiB"
+    num_gpu_blocks_override: int | None = None
+    kv: Sequence[str] = ()
+    enable_prefix_caching: bool = True
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 64
+    scheduling_policy: str = "fcfs"
+    load_deadline_s: float = 30.0
+    check_invariants: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("scheduling_policy", self.scheduling_policy, POLICIES)
+        for name in ("max_num_batched_tokens", "max_num_seqs", "num_gpu_blocks_override", "max_model_len"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
+        if not self.load_deadline_s > 0:
+            raise ConfigError(f"load_deadline_s must be a number of seconds above 0, not {self.load_deadline_s!r}")
+        if isinstance(self.kv, str):
+            raise ConfigError(f'kv is a list of tiers: write kv=["{self.kv}"]')
+        if self.kv and not self.enable_prefix_caching:
+            raise ConfigError("kv tiers do nothing without enable_prefix_caching")
+
+
+def _one_of(name: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")

@@ -1,0 +1,194 @@
+"""Putting an engine together: the only place where connectors meet the hierarchy.
+
+Owns: the wiring and the checks that need several parts at once.  Does not own: any of the parts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ostinato.cache.directory import Directory
+from ostinato.cache.keys import Namespace
+from ostinato.cache.layout import CacheLayout
+from ostinato.cache.table import BlockTable
+from ostinato.config import EngineConfig
+from ostinato.connectors.api import Connector, Ownership
+from ostinato.connectors.context import KVConnectorSchedulerContext
+from ostinato.connectors.hooks import HookCaller
+from ostinato.connectors.registry import make_connector, parse_bytes
+from ostinato.engine.loop import Engine, Limits
+from ostinato.engine.startup import StartupReport, TierRow, group_rows
+from ostinato.engine.text import AddedToken, Vocabulary
+from ostinato.errors import CapacityError, ConfigError
+from ostinato.hierarchy.hierarchy import CacheHierarchy
+from ostinato.hierarchy.tiers import Core, CoreConfig, OwnedTier, StoreMode
+from ostinato.ids import DEVICE, RequestId, TierId
+from ostinato.runtime.device_pages import ArenaPages
+from ostinato.runtime.load import Runtime, make_worker
+from ostinato.runtime.worker import Worker
+from ostinato.scheduler.policy import Policy
+from ostinato.scheduler.scheduler import Scheduler, SchedulerConfig
+from ostinato.transfer.book import Book
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """An engine with the parts that tests and tools look into."""
+
+    engine: Engine
+    hierarchy: CacheHierarchy
+    worker: Worker
+    connectors: tuple[Connector, ...]
+    report: StartupReport
+
+
+def build_engine(
+    runtime: Runtime,
+    config: EngineConfig,
+    connectors: Sequence[Connector] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> BuiltEngine:
+    """An engine over a loaded model.  ``connectors`` replaces what ``config.kv`` names (tests)."""
+    layout = runtime.layout
+    pages, max_model_len = _sizes(runtime, config)
+    tiers = tuple(connectors) if connectors is not None else tuple(make_connector(text) for text in config.kv)
+    core = _core(layout, config, pages, tiers)
+    hierarchy = CacheHierarchy(core, _seeder(runtime), clock)
+    worker = make_worker(runtime, pages, {}, poison=config.check_invariants)
+    device = ArenaPages(worker.arena)
+    for connector in tiers:
+        worker.attach(connector.tier, connector.make_mover(device, worker.notify))
+    _bind(tiers, hierarchy)
+    scheduler = Scheduler(
+        hierarchy,
+        SchedulerConfig(config.max_num_batched_tokens, config.max_num_seqs, Policy(config.scheduling_policy)),
+        clock,
+    )
+    engine = Engine(
+        scheduler,
+        worker,
+        Vocabulary(runtime.tokenizer or NoTokenizer()),
+        eos_token_ids(runtime),
+        Limits(max_model_len, pages, layout.page_bytes),
+        on_step=hierarchy.audit if config.check_invariants else None,
+    )
+    return BuiltEngine(engine, hierarchy, worker, tiers, _report(runtime, config, core, max_model_len))
+
+
+def _sizes(runtime: Runtime, config: EngineConfig) -> tuple[int, int]:
+    """Pages of the device pool, and the longest request that is allowed."""
+    layout, step = runtime.layout, config.max_num_batched_tokens
+    pages = config.num_gpu_blocks_override
+    if pages is None:
+        memory = config.kv_cache_memory
+        pages = (parse_bytes(memory) if isinstance(memory, str) else memory) // layout.page_bytes
+    wanted = config.max_model_len or runtime.max_model_len
+    if wanted > runtime.max_model_len:
+        raise ConfigError(f"max_model_len={wanted}, but the model was made for {runtime.max_model_len} tokens at most")
+    minimum = layout.peak_pages(config.max_model_len or layout.granularity + 1, step)
+    if pages < minimum:
+        what = f"one request of {wanted} tokens" if config.max_model_len else "even one request"
+        raise CapacityError(
+            f"the device pool of {pages} pages ({pages * layout.page_bytes / 2**20:.1f} MiB) has no room for {what}: "
+            f"kv_cache_memory must be at least {minimum * layout.page_bytes / 2**20:.1f} MiB ({minimum} pages)"
+        )
+    return pages, wanted
+
+
+def _core(layout: CacheLayout, config: EngineConfig, pages: int, connectors: Sequence[Connector]) -> Core:
+    directory = Directory()
+    lower: dict[TierId, OwnedTier] = {}
+    asked: dict[TierId, Connector] = {}
+    for connector in connectors:
+        tier = connector.tier
+        if tier == DEVICE or tier in lower or tier in asked:
+            raise ConfigError(f"two tiers are called {tier!r}; each may be given once")
+        if connector.capabilities.ownership is Ownership.OWNED:
+            mode = StoreMode.EAGER if connector.capabilities.eager else StoreMode.LAZY
+            lower[tier] = OwnedTier(tier, connector.slots(layout.page_bytes), directory, mode)
+        else:
+            asked[tier] = connector
+    core_config = CoreConfig(
+        reuse=config.enable_prefix_caching,
+        step_tokens=config.max_num_batched_tokens,
+        load_deadline_s=config.load_deadline_s,
+    )
+    order = (DEVICE, *(connector.tier for connector in connectors))
+    device = OwnedTier(DEVICE, pages, directory)
+    return Core(layout, core_config, directory, device, lower, asked, Book(), order)
+
+
+def _seeder(runtime: Runtime) -> Callable[[str], bytes]:
+    def seed(salt: str) -> bytes:
+        return Namespace(
+            weights=runtime.identity.weights,
+            layout=runtime.layout.fingerprint(),
+            config=runtime.identity.config,
+            dtype=runtime.identity.dtype,
+            numerics=runtime.identity.numerics,
+            salt=salt.encode(),
+        ).seed()
+
+    return seed
+
+
+def _bind(connectors: Sequence[Connector], hierarchy: CacheHierarchy) -> None:
+    core = hierarchy.core
+
+    def table(request_id: RequestId) -> BlockTable | None:
+        request = hierarchy.requests.get(request_id)
+        return request.table if request is not None else None
+
+    context = KVConnectorSchedulerContext(table, core.device.pool, core.device.retention, core.directory)
+    caller = HookCaller(connectors, context)
+    if caller.has_listeners:
+        hierarchy.observers = (caller,)
+
+
+def _report(runtime: Runtime, config: EngineConfig, core: Core, max_model_len: int) -> StartupReport:
+    page_bytes, pages = core.layout.page_bytes, core.device.pool.capacity
+    tiers = [TierRow(DEVICE, pages, pages * page_bytes, "attention-ready pool")]
+    for tier in core.lower.values():
+        slots = tier.pool.capacity
+        tiers.append(TierRow(tier.tier, slots, slots * page_bytes, f"owned, stores {tier.mode.value}"))
+    tiers.extend(TierRow(tier, None, None, "asked per prompt") for tier in core.asked)
+    off = []
+    if not config.enable_prefix_caching:
+        off.append("prefix caching: enable_prefix_caching is false")
+    if not core.lower and not core.asked and config.enable_prefix_caching:
+        off.append("lower tiers: none given; evicted blocks are computed again (try --kv host:4GiB)")
+    return StartupReport(
+        runtime.name,
+        runtime.identity.dtype,
+        runtime.kernels,
+        max_model_len,
+        group_rows(core.layout, pages),
+        tuple(tiers),
+        tuple(off),
+    )
+
+
+def eos_token_ids(runtime: Runtime) -> frozenset[int]:
+    """The tokens that end an answer, as the model's own generation config has them."""
+    model = runtime.prepared.model
+    found: set[int] = set()
+    for source in (model.generation_config, model.config.get_text_config(decoder=True)):
+        ids = getattr(source, "eos_token_id", None)
+        found.update(ids if isinstance(ids, (list, tuple)) else [] if ids is None else [ids])
+    return frozenset(found)
+
+
+class NoTokenizer:
+    """For a model without a tokenizer: prompts are token ids, and outputs have no text."""
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, AddedToken]:
+        return {}
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:  # noqa: ARG002
+        return ""
+
+    def convert_ids_to_tokens(self, ids: int) -> str:  # noqa: ARG002
+        return ""

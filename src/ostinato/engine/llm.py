@@ -1,0 +1,167 @@
+"""``LLM``: offline generation, the Python door to Ostinato.
+
+Owns: prompts of all accepted forms, a batch from first to last token, progress.  Does not own: the loop (``loop``).
+Thread: one; a second thread needs an ``LLM`` of its own (they may share a loaded ``Runtime``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from types import TracebackType
+from typing import Any, TypeAlias
+
+from ostinato.config import EngineConfig
+from ostinato.engine.build import BuiltEngine, build_engine
+from ostinato.engine.loop import Prompt
+from ostinato.engine.outputs import RequestOutput
+from ostinato.engine.startup import StartupReport
+from ostinato.errors import ConfigError, RequestError
+from ostinato.runtime.load import Runtime, load_runtime
+from ostinato.runtime.models import Progress
+from ostinato.sampling_params import SamplingParams
+
+PromptLike: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``."""
+
+
+class LLM:
+    """A model that generates, and does not compute a prompt's prefix twice.
+
+    ``model``: ``gemma3-270m``, a folder, a hub id, or a :class:`~ostinato.runtime.load.Runtime` to share loaded
+    weights.  Other options are the fields of :class:`~ostinato.config.EngineConfig`, e.g. ``kv=["host:8GiB"]``.
+    """
+
+    def __init__(
+        self,
+        model: str | Runtime,
+        *,
+        progress: Progress | None = None,
+        **options: Any,
+    ) -> None:
+        name = model if isinstance(model, str) else model.name
+        config = _config(name, options)
+        runtime = load_runtime(name, config.dtype, progress=progress) if isinstance(model, str) else model
+        self.runtime = runtime
+        self.config = config
+        self._built = build_engine(runtime, config)
+        self._ids = itertools.count()
+
+    @property
+    def startup(self) -> StartupReport:
+        """What the start-up table shows."""
+        return self._built.report
+
+    @property
+    def built(self) -> BuiltEngine:
+        """The parts, for tests and tools."""
+        return self._built
+
+    def generate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: Sequence[int] | None = None,
+        cache_salt: str = "",
+        on_finished: Callable[[RequestOutput], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate for all prompts together; outputs in their order.
+
+        ``cache_salt`` keeps what is cached for these prompts from everyone with another salt.  ``on_finished`` is
+        called for each output as it comes.  Raises RequestError, before anything runs, when a prompt cannot be served.
+        """
+        items = _as_list(prompts)
+        params = _spread(sampling_params, len(items))
+        ranks = list(priority) if priority is not None else [0] * len(items)
+        if len(ranks) != len(items):
+            raise RequestError(f"{len(items)} prompts, but {len(ranks)} priorities")
+        names: list[str] = []
+        engine = self._built.engine
+        try:
+            for item, sampling, rank in zip(items, params, ranks, strict=True):
+                name, arrival = f"request-{next(self._ids)}", time.perf_counter()
+                engine.add(name, self._prompt(item), sampling, rank, cache_salt, arrival)
+                names.append(name)
+            return self._run(names, on_finished)
+        except BaseException:
+            for name in names:
+                engine.abort(name)
+            raise
+
+    def reset_prefix_cache(self, device_only: bool = False) -> int:
+        """Forget cached blocks that nobody holds (``device_only``: lower tiers keep theirs); how many came free."""
+        self._built.engine.drain()
+        return self._built.hierarchy.reset(device_only)
+
+    def close(self) -> None:
+        """Stop the tiers' threads.  Calling it again does nothing."""
+        self._built.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, names: list[str], on_finished: Callable[[RequestOutput], None] | None) -> list[RequestOutput]:
+        done: dict[str, RequestOutput] = {}
+        while len(done) < len(names):
+            for output in self._built.engine.step():
+                done[output.request_id] = output
+                if on_finished is not None:
+                    on_finished(output)
+        return [done[name] for name in names]
+
+    def _prompt(self, item: PromptLike) -> Prompt:
+        match item:
+            case str():
+                return Prompt(item, self._encode(item))
+            case {"prompt_token_ids": ids}:
+                return Prompt(None, self._checked_ids(ids))
+            case {"prompt": str(text)}:
+                return Prompt(text, self._encode(text))
+            case [*ids]:
+                return Prompt(None, self._checked_ids(ids))
+        raise RequestError('a prompt is text, token ids, {"prompt": text} or {"prompt_token_ids": ids}')
+
+    def _encode(self, text: str) -> list[int]:
+        if self.runtime.tokenizer is None:
+            raise RequestError("this model has no tokenizer: give token ids")
+        ids: list[int] = self.runtime.tokenizer(text).input_ids
+        return ids
+
+    def _checked_ids(self, ids: Sequence[Any]) -> list[int]:
+        size = self.runtime.prepared.model.get_input_embeddings().weight.shape[0]
+        for token in ids:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < size:
+                raise RequestError(f"prompt token ids are whole numbers from 0 to {size - 1}, not {token!r}")
+        return list(ids)
+
+
+def _config(model: str, options: dict[str, Any]) -> EngineConfig:
+    known = {field.name for field in fields(EngineConfig)}
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"unknown option {name!r}; known: {', '.join(sorted(known - {'model'}))}")
+    return EngineConfig(model=model, **options)
+
+
+def _as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise RequestError(f"{count} prompts, but {len(params)} sampling parameters")
+    return list(params)

@@ -1,0 +1,163 @@
+"""From a model's name to something that can run step plans.
+
+Owns: the order of loading (resolve, load, probe, layout, kernels, self-check) and :class:`Runtime`, its result.  Does not
+own: any of those steps.
+
+A :class:`Runtime` is shared: several engines, each with an arena and worker of its own (:func:`make_worker`), may run over
+one loaded model.  Nothing here or later changes the weights once it is made.
+
+Thread: start-up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ostinato.cache.layout import CacheLayout, build_layout
+from ostinato.errors import CapacityError, ConfigError
+from ostinato.ids import TierId
+from ostinato.runtime import native, selfcheck
+from ostinato.runtime.arena import Arena, check_memory
+from ostinato.runtime.attention import AttentionBackend, select_backend
+from ostinato.runtime.attention_hook import install
+from ostinato.runtime.linear import make_invariant
+from ostinato.runtime.models import Progress, load_model, load_tokenizer, resolve, weights_digest
+from ostinato.runtime.rope import freeze_rope
+from ostinato.runtime.runner import ModelRunner, PreparedModel
+from ostinato.runtime.sampler import Sampler
+from ostinato.runtime.selfcheck import Promise
+from ostinato.runtime.specs import probe_specs
+from ostinato.runtime.worker import MoverPort, Worker
+
+HASH_UNIT: Final = 16
+DTYPES: Final = ("bfloat16", "float32")
+_NOT_NUMERIC: Final = frozenset(
+    {"_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache"}
+    | {"bos_token_id", "eos_token_id", "pad_token_id", "_attn_implementation"}
+)
+"""Config fields that change neither keys nor values (the dtype is named apart)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What cached keys and values depend on besides tokens and layout: ingredients of the namespace.
+
+    ``numerics`` names everything that may change a bit of the result: kernels, instruction set, torch, threads.
+    """
+
+    weights: bytes
+    config: bytes
+    dtype: str
+    numerics: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Runtime:
+    """A loaded model that passed the self-check.  ``kernels`` is one line for the start-up table."""
+
+    name: str
+    prepared: PreparedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    layout: CacheLayout
+    promise: Promise
+    identity: Identity
+    max_model_len: int
+    kernels: str
+
+
+def load_runtime(
+    model: str,
+    dtype: str = "bfloat16",
+    device_budget: int = 0,
+    max_model_len: int | None = None,
+    progress: Progress | None = None,
+) -> Runtime:
+    """Load ``model`` (a known name, folder or hub id) for a KV cache of ``device_budget`` bytes.
+
+    Raises :class:`UnknownModelError`, :class:`ModelFileError`, :class:`ModelRefusedError`, or :class:`CapacityError` when
+    the machine has less memory than the budget: that one first, before anything slow.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
+    check_memory(device_budget)
+    files = resolve(model, progress=progress)
+    weights = weights_digest(files, progress)
+    loaded = load_model(files, getattr(torch, dtype))
+    return build_runtime(loaded, load_tokenizer(files), model, weights, max_model_len)
+
+
+def build_runtime(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    name: str = "",
+    weights: bytes = b"",
+    max_model_len: int | None = None,
+) -> Runtime:
+    """Make ``model`` ready to run over pages.  From here on it belongs to the runtime: its modules are replaced."""
+    config = model.config.get_text_config(decoder=True)
+    longest = int(max_model_len or config.max_position_embeddings)
+    model.eval().requires_grad_(False)
+    specs = probe_specs(model)
+    layout = build_layout(specs.layers, hash_unit=HASH_UNIT)
+    frozen = freeze_rope(model, longest)
+    config_digest = _config_digest(model, frozen)
+    backend, note = select_backend([(g.key_dim, g.value_dim) for g in specs.geometry], specs.dtype)
+    expected = selfcheck.reference(model, tokenizer)
+    linears = make_invariant(model, model.get_output_embeddings())
+    install(model)
+    prepared = PreparedModel(model, specs, backend, linears)
+    promise = selfcheck.check(prepared, layout, expected)
+    dtype = str(specs.dtype).removeprefix("torch.")
+    identity = Identity(weights, config_digest, dtype, _numerics(backend, linears.describe(), promise))
+    kernels = f"attention: {note}; linear: {linears.describe()}; results: {promise.describe()}"
+    return Runtime(name, prepared, tokenizer, layout, promise, identity, longest, kernels)
+
+
+def pages_within(layout: CacheLayout, budget: int) -> int:
+    """How many pages fit ``budget`` bytes.  Raises :class:`CapacityError` when that is none."""
+    pages = budget // layout.page_bytes
+    if pages < 1:
+        raise CapacityError(f"a device cache of {budget} bytes holds no page; one page is {layout.page_bytes} bytes")
+    return pages
+
+
+def make_worker(
+    runtime: Runtime, num_pages: int, movers: Mapping[TierId, MoverPort], poison: bool = False
+) -> Worker:
+    """A worker with an arena of ``num_pages`` pages of its own, over the shared model."""
+    arena = Arena(runtime.layout, runtime.prepared.specs, num_pages, poison)
+    return Worker(ModelRunner(runtime.prepared, arena, _sampler()), arena, movers)
+
+
+def _sampler() -> Sampler:
+    library, _ = native.load()
+    return Sampler() if library is None else Sampler(torch.ops.ostinato.argmax_rows)
+
+
+def _numerics(backend: AttentionBackend, linears: str, promise: Promise) -> str:
+    library, _ = native.load()
+    isa = getattr(backend, "isa", None)
+    parts = [
+        backend.name,
+        f"isa {'none' if isa is None else isa.name.lower()}",
+        f"kernels {'none' if library is None else library.path.parent.name}",
+        f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}",
+        f"linear {linears}",
+        f"threads {torch.get_num_threads()}",
+        promise.describe(),
+    ]
+    return "; ".join(parts)
+
+
+def _config_digest(model: PreTrainedModel, frozen_rope: str) -> bytes:
+    """SHA-256 over the config without what cannot change keys and values, and over what was frozen in it."""
+    fields: dict[str, Any] = {k: v for k, v in model.config.to_dict().items() if k not in _NOT_NUMERIC}
+    text = json.dumps([type(model).__name__, fields, frozen_rope], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).digest()

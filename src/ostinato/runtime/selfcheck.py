@@ -1,0 +1,194 @@
+"""The check that each model must pass at load: the paged runtime computes what the model's own forward pass computes.
+
+Owns: the trial, its tolerance, and the promise that the runtime may make.  Does not own: exactness on long contexts and
+window crossings of a given family (the tests' part).
+
+A short prompt is run once as transformers would, then over poisoned pages in odd chunks, in scattered pages,
+beside another sequence, and resumed behind holes.  Logits that differ by more than rounding refuse the model.  Where all
+schedules give the same bits, the runtime promises ``bitwise``; else ``within tolerance``, which the namespace of cached
+keys then says as well.  Runs once per model, at load.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ostinato.cache.kinds import ceil_div, contains
+from ostinato.cache.layout import CacheLayout, GroupSpec
+from ostinato.errors import ModelRefusedError
+from ostinato.ids import HOLE, RequestId, SlotId, Step
+from ostinato.runtime.arena import Arena
+from ostinato.runtime.runner import ModelRunner, PreparedModel
+from ostinato.runtime.sampler import Sampler
+from ostinato.scheduler.plan import SequencePlan, StepPlan
+
+_TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 0.2}
+"""Greatest distance (see :func:`distance`) that is still rounding.  A wrong mask or position is off by 0.3 and more."""
+_ENDS: Final = (1, 20, 27, 28, 44, 45)
+"""Chunk ends: a single token, chunks inside, across and at the end of hash units, and a decode."""
+_RESUME_UNITS: Final = 2
+_NEIGHBOUR_TOKENS: Final = 23
+_SEED: Final = 20
+_PROSE: Final = (
+    "An ostinato is a phrase that keeps coming back while the music around it changes. A passacaglia is built on one, "
+    "and so is many a dance: the bass repeats its few notes, and the upper voices find something new to say each time. "
+    "The listener soon knows the phrase by heart, and hears everything else against it."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What may be said of equal prompts: equal bits whatever was cached, chunked or batched, or equal up to rounding.
+
+    ``difference`` is the distance from transformers' own forward pass that was seen.
+    """
+
+    bitwise: bool
+    difference: float
+
+    def describe(self) -> str:
+        return "bitwise" if self.bitwise else "within tolerance"
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A trial prompt and the logits [tokens, vocabulary] of the model's own forward pass over it."""
+
+    tokens: tuple[int, ...]
+    neighbour: tuple[int, ...]
+    logits: torch.Tensor
+
+
+def reference(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Reference:
+    """Run ``model`` as transformers loaded it.  To be called before attention and linears are replaced.
+
+    The prompt is prose where there is a tokenizer: on random tokens a trained model is so unstable that two correct
+    bf16 kernels differ by half of the logits' spread; on prose, by a twentieth.
+    """
+    count = _ENDS[-1] + _NEIGHBOUR_TOKENS
+    ids = _random_tokens(model, count) if tokenizer is None else _prose_tokens(tokenizer, count)
+    prompt, neighbour = ids[: _ENDS[-1]], ids[_ENDS[-1] :]
+    with torch.inference_mode():
+        logits: torch.Tensor = model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0]
+    return Reference(tuple(prompt), tuple(neighbour), logits.float())
+
+
+def _prose_tokens(tokenizer: PreTrainedTokenizerBase, count: int) -> list[int]:
+    ids: list[int] = tokenizer(_PROSE).input_ids
+    return (ids * -(-count // len(ids)))[:count]
+
+
+def _random_tokens(model: PreTrainedModel, count: int) -> list[int]:
+    vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
+    generator = torch.Generator().manual_seed(_SEED)
+    ids: list[int] = torch.randint(0, vocabulary, (count,), generator=generator).tolist()
+    return ids
+
+
+def check(prepared: PreparedModel, layout: CacheLayout, expected: Reference) -> Promise:
+    """Compare the paged runtime with ``expected``.  Raises :class:`ModelRefusedError` when they differ for real."""
+    trial = _Trial(prepared, layout, expected)
+    results = [trial.whole(), trial.chunked(), trial.batched(), trial.resumed()]
+    tolerance = _TOLERANCE[prepared.specs.dtype]
+    difference = max(distance(row, expected.logits[end - 1]) for result in results for end, row in result)
+    if not difference <= tolerance:
+        raise ModelRefusedError(
+            f"{type(prepared.model).__name__} cannot be served: over paged memory its logits differ from transformers' "
+            f"own forward pass by {difference:.2g} of their spread, where {tolerance:g} is allowed"
+        )
+    final = [result[-1][1] for result in results]
+    alike = all(torch.equal(final[0], row) for row in final[1:])
+    return Promise(alike and prepared.backend.invariant and prepared.linears.invariant, difference)
+
+
+def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """L2 norm of the difference of two logits rows, relative to the spread of ``theirs`` about its mean."""
+    spread = (theirs - theirs.mean()).norm()
+    return float((ours.float() - theirs).norm() / spread.clamp(min=1e-12))
+
+
+Rows = list[tuple[int, torch.Tensor]]
+"""(tokens so far, logits row) for each step that sampled."""
+
+
+class _Trial:
+    """Runs the prompt under several schedules, each in pages of its own."""
+
+    def __init__(self, prepared: PreparedModel, layout: CacheLayout, expected: Reference) -> None:
+        self._layout = layout
+        self._tokens = expected.tokens
+        self._neighbour = expected.neighbour
+        per_run = sum(group.pages(len(expected.tokens)) + group.pages(_NEIGHBOUR_TOKENS) for group in layout.groups)
+        arena = Arena(layout, prepared.specs, 4 * per_run, poison=True)
+        self._runner = ModelRunner(prepared, arena, Sampler())
+        # Scattered: consecutive blocks of a sequence lie anywhere.
+        order = torch.randperm(arena.num_pages, generator=torch.Generator().manual_seed(_SEED)).tolist()
+        self._pages: Iterator[SlotId] = map(SlotId, order)
+        self._steps = itertools.count(1)
+
+    def whole(self) -> Rows:
+        return self._run("whole", self._take(len(self._tokens)), _ENDS[-1:])
+
+    def chunked(self) -> Rows:
+        self._kept = self._take(len(self._tokens))
+        return self._run("chunked", self._kept, _ENDS)
+
+    def batched(self) -> Rows:
+        """The same chunks, with a neighbour's prefill and decodes before and behind them in the batch."""
+        mine, other = self._take(len(self._tokens)), self._take(_NEIGHBOUR_TOKENS)
+        rows: Rows = []
+        cuts = (*range(_NEIGHBOUR_TOKENS - len(_ENDS) + 1, _NEIGHBOUR_TOKENS + 1),)
+        for index, end in enumerate(_ENDS):
+            begin, cut = _ENDS[index - 1] if index else 0, cuts[index - 1] if index else 0
+            ours = self._sequence("mine", mine, self._tokens[begin:end], begin)
+            theirs = self._sequence("other", other, self._neighbour[cut : cuts[index]], cut)
+            pair = (ours, theirs) if index % 2 else (theirs, ours)
+            rows.append((end, self._step(*pair)[pair.index(ours)]))
+        return rows
+
+    def resumed(self) -> Rows:
+        """A new request over the pages of ``chunked``: only what the kinds require is there, the rest are holes."""
+        start = _RESUME_UNITS * self._layout.granularity
+        start = min(start, (len(self._tokens) - 1) // self._layout.granularity * self._layout.granularity)
+        tables = tuple(_required(g, pages, start) for g, pages in zip(self._layout.groups, self._kept, strict=True))
+        return [(len(self._tokens), self._step(self._sequence("resumed", tables, self._tokens[start:], start))[0])]
+
+    def _run(self, name: str, tables: Tables, ends: Sequence[int]) -> Rows:
+        rows, begin = [], 0
+        for end in ends:
+            rows.append((end, self._step(self._sequence(name, tables, self._tokens[begin:end], begin))[0]))
+            begin = end
+        return rows
+
+    def _take(self, tokens: int) -> Tables:
+        return tuple(tuple(itertools.islice(self._pages, group.pages(tokens))) for group in self._layout.groups)
+
+    def _sequence(self, name: str, tables: Tables, tokens: Sequence[int], start: int) -> SequencePlan:
+        """The next share of a sequence; the first one brings the whole table."""
+        fresh = start == 0 or name == "resumed"
+        pages = tables if fresh else tuple(() for _ in tables)
+        return SequencePlan(RequestId(name), start, tuple(tokens), pages, fresh, sample=True)
+
+    def _step(self, *sequences: SequencePlan) -> torch.Tensor:
+        logits = self._runner.logits(StepPlan(Step(next(self._steps)), sequences))
+        assert logits is not None
+        return logits
+
+
+Tables = tuple[tuple[SlotId, ...], ...]
+"""Per group the pages of one sequence."""
+
+
+def _required(group: GroupSpec, pages: Sequence[SlotId], start: int) -> tuple[SlotId, ...]:
+    """``pages`` with holes where nothing is needed by a request that resumes at ``start``."""
+    needed = group.kind.required(start, group.hash_unit)
+    first_new = start // group.hash_unit
+    units = range(ceil_div(len(pages) * group.page_tokens, group.hash_unit))
+    kept = {unit // group.page_units for unit in units if unit >= first_new or contains(needed, unit)}
+    return tuple(page if index in kept else HOLE for index, page in enumerate(pages))

@@ -1,0 +1,134 @@
+"""The ``ostinato`` command.
+
+Owns: flags, what is printed, exit codes.  An :class:`~ostinato.errors.OstinatoError` is one line on stderr and exit 2.
+Heavy imports happen inside the commands, so that ``--help`` is quick.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+from rich.console import Console
+
+from ostinato import __version__
+from ostinato.errors import OstinatoError
+
+app: Final = typer.Typer(
+    help="An LLM inference engine in which a prompt's prefix is not computed twice.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+Tiers = Annotated[
+    list[str] | None, typer.Option("--kv", help="A lower tier, such as host:4GiB; repeat it, fastest first.")
+]
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """An LLM inference engine in which a prompt's prefix is not computed twice."""
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="gemma3-270m, a Hugging Face folder, or a hub id.")],
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", "-p", help="A prompt; repeat it. Default: one per line of stdin.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample from the most probable tokens of this mass.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Sample from this many most probable tokens; 0 is off.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop at this text; repeat it.")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    kv: Tiers = None,
+    kv_cache_memory: Annotated[str, typer.Option(help="Memory of the device pool.")] = "1GiB",
+    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")] = None,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Most tokens computed in one step.")] = 512,
+    no_enable_prefix_caching: Annotated[
+        bool, typer.Option("--no-enable-prefix-caching", help="Compute every prompt from its first token.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the generated text only.")] = False,
+) -> None:
+    """Generate text for one or more prompts."""
+    from ostinato.sampling_params import SamplingParams
+
+    sampling = SamplingParams(
+        temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop, max_tokens=max_tokens
+    )
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "kv": tuple(kv or ()),
+        "kv_cache_memory": kv_cache_memory,
+        "max_model_len": max_model_len,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "enable_prefix_caching": not no_enable_prefix_caching,
+    }
+    prompts = list(prompt) if prompt else [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    _generate(model, prompts, sampling, options, Console(stderr=True, quiet=quiet))
+
+
+def _generate(model: str, prompts: list[str], sampling: Any, options: dict[str, Any], console: Console) -> None:
+    from ostinato.engine.llm import LLM
+    from ostinato.serve.tables import Bars, print_startup
+
+    bars = Bars(console)
+    with LLM(model, progress=bars, **options) as llm:
+        print_startup(llm.startup, console)
+        bars.start(len(prompts), "generating")
+        outputs = llm.generate(list(prompts), sampling, on_finished=lambda _: bars.advance(1))
+        bars.finish()
+    for output in outputs:
+        tiers = ", ".join(f"{count} {tier}" for tier, count in output.cached_by_tier.items()) or "none"
+        console.print(
+            f"{output.request_id}: {len(output.prompt_token_ids)} prompt tokens, reused: {tiers}; "
+            f"first token after {output.metrics.ttft_s * 1e3:.0f} ms",
+            style="dim",
+            highlight=False,
+        )
+        print(f"{output.prompt}{output.outputs[0].text}")
+
+
+@app.command()
+def demo(
+    model: Annotated[str, typer.Option(help="A model with a tokenizer.")] = "gemma3-270m",
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    full: Annotated[bool, typer.Option("--full", help="The greeting 5,000 times instead of 2,000.")] = False,
+    kv: Annotated[
+        list[str] | None, typer.Option("--kv", help="Also show this tier, with rows of its own; repeat it.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
+) -> None:
+    """Show a hybrid model's evicted prompt coming back from a lower tier, bit for bit."""
+    from ostinato.serve.demo.run import DemoOptions, run_demo
+
+    options = DemoOptions(model=model, dtype=dtype, full=full, extra_tiers=tuple(kv or ()), json_path=json)
+    if not run_demo(options, Console(stderr=True)):
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """Entry point of the ``ostinato`` command."""
+    # Idle threads of the math libraries must not spin on the cores that transfers and other processes need.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    try:
+        app(standalone_mode=True)
+    except OstinatoError as error:
+        print(f"ostinato: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
