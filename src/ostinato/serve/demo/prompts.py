@@ -13,20 +13,7 @@ from typing import Final
 GREETING: Final = "Hello, how are you? "
 GREETING_TAIL: Final = "I am fine, thank you. And you, my old friend?"
 OTHER_TAIL: Final = "It is late; good night!"
-_WORDS: Final = (
-    "amber",
-    "birch",
-    "cedar",
-    "delta",
-    "ember",
-    "flint",
-    "grove",
-    "heron",
-    "iris",
-    "jade",
-    "kelp",
-    "lotus",
-)
+_SYLLABLES: Final = "bacedifoguhajekilomunaperisotuvawexiyozu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,28 +31,21 @@ def greetings(repeats: int, asked_repeats: int) -> Scenario:
     return Scenario("greeting", stored, ("1" + stored, "2" + stored), GREETING * asked_repeats + OTHER_TAIL)
 
 
-def needle(stored_facts: int, asked_facts: int, fact: int) -> Scenario:
+def needle(stored_facts: int, asked_facts: int, fact: int, evicting: tuple[str, ...]) -> Scenario:
     """Facts ``1..stored_facts``; the question about ``fact`` follows after ``asked_facts`` of them."""
-    facts = [_fact(number) for number in range(1, stored_facts + 1)]
+    facts = [f"{_question(number)} {needle_answer(number)}.\n" for number in range(1, stored_facts + 1)]
     stored = "".join(facts) + "That was all."
-    words, _ = _place_and_code(fact)
-    question = f"Fact {fact}: the locker named {words} opens with the number"
-    asked = "".join(facts[:asked_facts]) + question
-    return Scenario("needle", stored, ("1" + stored, "2" + stored), asked)
+    asked = "".join(facts[:asked_facts]) + _question(fact)
+    return Scenario("needle", stored, evicting, asked)
 
 
 def needle_answer(fact: int) -> str:
-    """The number that the question of :func:`needle` asks for."""
-    return str(_place_and_code(fact)[1])
+    """The number that the question about ``fact`` asks for: no two alike, and the same in every run."""
+    return str((fact * 7919 + 104729) % 9000 + 1000)
 
 
-def _fact(number: int) -> str:
-    words, code = _place_and_code(number)
-    return f"Fact {number}: the locker named {words} opens with the number {code}.\n"
-
-
-def _place_and_code(number: int) -> tuple[str, int]:
-    """Distinct for every fact, and the same in every run: a linear congruence instead of a random generator."""
-    code = (number * 7919 + 104729) % 90000 + 10000
-    size = len(_WORDS)
-    return f"{_WORDS[number % size]} {_WORDS[number // size % size]} {number % 89}", code
+def _question(fact: int) -> str:
+    size = len(_SYLLABLES) // 2
+    picks = (fact % size, fact // size % size, fact * 7 % size)
+    name = "".join(_SYLLABLES[2 * pick : 2 * pick + 2] for pick in picks)
+    return f"{fact}. The phone number of {name.capitalize()} is"
