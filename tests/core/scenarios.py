@@ -57,7 +57,7 @@ class Player:
             name = self.rng.choice(
                 ("open", "open", "plan", "plan", "plan", "apply", "apply", "apply", "apply")
                 + ("report",) * 8
-                + ("fail", "fidget", "abort", "preempt", "wait", "forge", "mood", "reset", "duplicate")
+                + ("fail", "fidget", "abort", "preempt", "wait", "forge", "mood", "reset", "duplicate", "twins")
             )
             self.played[name] += 1
             getattr(self, name)()
@@ -70,6 +70,14 @@ class Player:
             shared, length = rng.choice((0, 8, 17, 24, 40, 56)), rng.randint(1, MAX_PROMPT)
             tokens = prompt(rng.randrange(2), shared, length, rng.randrange(4))
             world.open(tokens, rng.choice((0, 0, 3, MAX_DECODE)), rng.choice(("", "", "", "salt")))
+
+    def twins(self) -> None:
+        """Two equal prompts right after the device was emptied: the second joins what the first loads."""
+        if self.world.in_flight is None and len(self.world.clients) < self.max_clients:
+            self.world.cache.core.drop_idle(device_only=True)
+            tokens = prompt(self.rng.randrange(2), 56, self.rng.randint(20, MAX_PROMPT), 0)
+            for _ in range(2):
+                self.world.open(tokens)
 
     def plan(self) -> None:
         if self.world.in_flight is None:
@@ -123,8 +131,8 @@ class Player:
                 tier.forget()
 
     def reset(self) -> None:
-        if self.rng.random() < 0.1:
-            self.world.cache.reset(device_only=self.rng.random() < 0.5)
+        if self.rng.random() < 0.4:
+            self.world.cache.core.drop_idle(device_only=self.rng.random() < 0.9)
 
     def _errand(self) -> Errand | None:
         errands = self.world.worker.open_errands()

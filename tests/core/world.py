@@ -122,7 +122,7 @@ class World:
                     self._choose(client, chosen, chunks)
         for client, count in chosen:
             plan.copies.extend(self.cache.take_copies(client.name, self.step))
-            rows = [list(row) for row in self.cache.rows(client.name)]
+            rows = [list(row) for row in self.cache.table(client.name).rows]
             stop = client.computed + count
             plan.sequences[client.name] = Work(client.salt, list(client.tokens), client.computed, stop, rows)
         self.in_flight = plan
@@ -141,7 +141,7 @@ class World:
             self.parked.remove(client)
             if woken.ok:
                 self.running.append(client)
-                self._start(client, self.cache.hit(client.name).tokens)
+                self._start(client, self.cache.requests[client.name].hit.tokens)
             else:
                 self.waiting.insert(0, client)
         if not self.setup.commit_first:
@@ -175,7 +175,7 @@ class World:
     def _start(self, client: Client, hit: int) -> None:
         assert hit % self.setup.layout.granularity == 0
         assert hit < len(client.tokens), "the last token is always computed"
-        report = self.cache.hit(client.name)
+        report = self.cache.requests[client.name].hit
         assert sum(count for _, count in report.by_tier) == hit
         client.computed = hit
         client.hits.append(hit)
@@ -198,7 +198,7 @@ class World:
         for _ in range(limit):
             if until is not None and until():
                 return
-            if not self.clients and not self.worker.errands and not self.cache.busy():
+            if not self.clients and not self.worker.errands and not len(self.cache.core.book):
                 return
             self.plan()
             for errand in list(self.worker.open_errands()):
@@ -206,7 +206,7 @@ class World:
             self.apply()
             self.clock.now += 0.1
         waiting, parked = [c.name for c in self.waiting], [c.name for c in self.parked]
-        raise AssertionError(f"no end in sight: waiting {waiting}, parked {parked}, busy {self.cache.busy()}")
+        raise AssertionError(f"no end in sight: waiting {waiting}, parked {parked}, busy {len(self.cache.core.book)}")
 
     def serve(self, tokens: Sequence[int], decode: int = 0, salt: str = "") -> Client:
         """One request from start to end, alone."""
@@ -218,7 +218,7 @@ class World:
         """Nothing is held, nothing is on its way."""
         self.cache.audit()
         assert not self.cache.requests
-        assert not self.cache.busy()
+        assert not len(self.cache.core.book)
         core = self.cache.core
         for tier in (core.device, *core.lower.values()):
             assert not tier.pool.leases, [lease.owner for lease in tier.pool.leases]

@@ -41,7 +41,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=("fp32", "bf16"))
 @pytest.fixture(autouse=True)
 def fixed_threads() -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # waiting threads spin, which is slow on shared cores; tests that need two ask for them
     torch.manual_seed(0)
     yield
     torch.set_num_threads(before)
@@ -134,8 +134,8 @@ SHAPES = [
 VARIANTS = [
     AttentionParams(1.0, window=window, chunk=chunk, softcap=softcap)
     for window, chunk, softcap in (
-        *((0, 0, 0.0), (100, 0, 0.0), (512, 0, 0.0), (0, 128, 0.0), (40, 96, 0.0)),
-        *((0, 0, 5.0), (20, 0, 5.0)),
+        *((0, 0, 0.0), (0, 0, 0.0), (100, 0, 0.0), (512, 0, 0.0), (0, 128, 0.0), (40, 96, 0.0)),
+        *((0, 0, 5.0), (20, 0, 5.0)),  # every second one has sinks as well
     )
 ]
 
@@ -166,8 +166,8 @@ def test_kernel_agrees_with_reference(isa: native.Isa, dtype: torch.dtype, heads
     lengths = [(699, 700), (0, 37), (0, 1), (536, 600), (512, 513), (1024, 1029), (63, 64), (0, 70)]
     parts = [Part(make_content(end, heads, dtype), start, end) for start, end in lengths]
     sinks = torch.randn(heads.query)
-    for variant, sink in itertools.product(VARIANTS, (None, sinks)):
-        params = replace(variant, scale=heads.dim**-0.5, sinks=sink)
+    for index, variant in enumerate(VARIANTS):
+        params = replace(variant, scale=heads.dim**-0.5, sinks=sinks if index % 2 else None)
         query, pages, metadata = make_batch(parts, heads, params, 16, dtype)
         out = CpuNative(isa).attend(query, pages, params, metadata)
         wide = KVPages(pages.k.float(), pages.v.float())
@@ -204,9 +204,9 @@ def test_bitwise_invariance(isa: native.Isa, dtype: torch.dtype, heads: Heads) -
     ):
         whole = run([Part(content, 0, length)], heads, params, isa)[0]
         assert not whole.isnan().any()
-        torch.set_num_threads(1)
-        assert torch.equal(bits(run([Part(content, 0, length)], heads, params, isa)[0]), bits(whole)), "threads"
         torch.set_num_threads(2)
+        assert torch.equal(bits(run([Part(content, 0, length)], heads, params, isa)[0]), bits(whole)), "threads"
+        torch.set_num_threads(1)
         for block_size in (32, 64, 7):
             paged = run([Part(content, 0, length)], heads, params, isa, block_size)[0]
             assert torch.equal(bits(paged), bits(whole)), f"block size {block_size}"

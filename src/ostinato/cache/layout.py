@@ -48,7 +48,10 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """Layers that share one block table.  ``unit_bytes`` are used, ``unit_stride`` allocated, per hash unit."""
+    """Layers that share one block table.
+
+    ``parts``: bytes per token of each buffer of a layer; ``unit_bytes`` are used, ``unit_stride`` allocated, per unit.
+    """
 
     group: GroupId
     kind: Kind
@@ -58,6 +61,7 @@ class GroupSpec:
     hit_granularity: int
     unit_bytes: int
     unit_stride: int
+    parts: tuple[int, ...] = ()
 
     @property
     def page_tokens(self) -> int:
@@ -108,10 +112,18 @@ class CacheLayout:
             total += min(spec.pages(tokens), ceil_div(units, spec.page_units) + spare)
         return total
 
+    def resident_pages(self, tokens: int) -> int:
+        """Pages that a request of ``tokens`` tokens holds between steps."""
+        total = 0
+        for spec in self.groups:
+            for low, high in spec.kind.live(tokens, spec.hash_unit):
+                total += ceil_div(high, spec.page_units) - low // spec.page_units
+        return total
+
     def fingerprint(self) -> bytes:
         """32-byte digest of everything that gives a page its meaning; part of every persisted identity."""
         text = ";".join(
-            f"{spec.group},{describe(spec.kind)},{spec.layers},{spec.hash_unit},{spec.page_units},"
+            f"{spec.group},{describe(spec.kind)},{spec.layers},{spec.parts},{spec.hash_unit},{spec.page_units},"
             f"{spec.hit_granularity},{spec.unit_bytes},{spec.unit_stride}"
             for spec in self.groups
         )
@@ -200,6 +212,7 @@ def _make_groups(
                     group=GroupId(len(groups)),
                     kind=kind,
                     layers=members,
+                    parts=parts,
                     hash_unit=hash_unit,
                     page_units=option.units,
                     hit_granularity=hash_unit,

@@ -94,7 +94,7 @@ class LLM:
     def reset_prefix_cache(self, device_only: bool = False) -> int:
         """Forget cached blocks that nobody holds (``device_only``: lower tiers keep theirs); how many came free."""
         self._built.engine.drain()
-        return self._built.hierarchy.reset(device_only)
+        return self._built.hierarchy.core.drop_idle(device_only)
 
     def close(self) -> None:
         """Stop the tiers' threads.  Calling it again does nothing."""
@@ -136,7 +136,7 @@ class LLM:
         return ids
 
     def _checked_ids(self, ids: Sequence[Any]) -> list[int]:
-        size = self.runtime.prepared.model.get_input_embeddings().weight.shape[0]
+        size: int = self.runtime.prepared.model.config.get_text_config(decoder=True).vocab_size
         for token in ids:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < size:
                 raise RequestError(f"prompt token ids are whole numbers from 0 to {size - 1}, not {token!r}")

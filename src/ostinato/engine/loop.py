@@ -139,9 +139,10 @@ class Engine:
 
     def drain(self) -> None:
         """Carry out transfers that are still open, without any request."""
-        while self.scheduler.cache.busy():
+        book = self.scheduler.cache.core.book
+        while len(book):
             self.step()
-            if self.scheduler.cache.busy():
+            if len(book):
                 self.executor.wait(IDLE_WAIT_S)
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ Why hold before taking: taking slots may evict idle ones, and the hit's own bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from ostinato.cache.directory import Place
 from ostinato.cache.keys import BlockKey
@@ -18,24 +18,27 @@ from ostinato.cache.presence import HitPlan, Presence, tokens_by_tier
 from ostinato.cache.table import BlockTable
 from ostinato.hierarchy.residency import Admission, HitReport, NoRoom, Parked, Ready, Residency
 from ostinato.hierarchy.tiers import Core
-from ostinato.ids import DEVICE, HOLE, JobId, Ordinal, SlotId, Step, TicketId, TierId
+from ostinato.ids import DEVICE, HOLE, JobId, Ordinal, RequestId, SlotId, Step, TicketId, TierId
 from ostinato.transfer.book import make_order
 from ostinato.transfer.job import JobKind, Move, PageCopy
 from ostinato.transfer.planner import AdmissionPlan, PagePlan, plan_admission
 
 
 class Admitter:
-    """``reserved()``: pages that parked requests will still need, which nobody else may take."""
+    """``requests``: the hierarchy's own map, to see what others are parked on."""
 
-    def __init__(self, core: Core, clock: Callable[[], float], reserved: Callable[[], int]) -> None:
+    def __init__(self, core: Core, clock: Callable[[], float], requests: Mapping[RequestId, Residency]) -> None:
         self._core = core
         self._clock = clock
-        self._reserved = reserved
+        self._requests = requests
         self._tickets = 0
 
     def admit(self, request: Residency, step: Step) -> Admission:
         assert request.table is None and request.ticket is None, "admitted twice"
         core = self._core
+        blocked = request.needs + self._reserved() - core.device.pool.available
+        if blocked > 0:
+            return NoRoom(blocked)
         if core.config.reuse:
             request.chain.update(request.tokens)
         overlays = self._ask(request)
@@ -46,9 +49,13 @@ class Admitter:
         # The last token is always computed: its logits are what the request is for.
         hit = presence.plan(len(request.tokens) - 1 if core.config.reuse else 0)
         plan = plan_admission(core.layout, hit)
-        short_by = self._shortage(request, plan)
+        needs = self._needs(request, plan)
+        short_by = needs + self._reserved() - core.device.pool.available
         if short_by > 0:
+            # Until that much is available there is no point in matching again.
+            request.needs = needs
             return NoRoom(short_by)
+        request.needs = 0
         jobs = self._hold(request, plan, step)
         self._mark(request, hit)
         if jobs or plan.joins:
@@ -58,17 +65,17 @@ class Admitter:
     def _ask(self, request: Residency) -> dict[TierId, set[BlockKey]] | None:
         """What the asked tiers hold of this prompt; None while one of them has not answered."""
         overlays: dict[TierId, set[BlockKey]] = {}
-        waiting = False
+        silent: set[TierId] = set()
         for tier, probe in self._core.asked.items():
             if tier in request.denied or not request.chain.digests:
                 continue
             keys = list(self._all_keys(request))
             answer = probe.probe(keys)
             if answer is None:
-                waiting = True
+                silent.add(tier)
             else:
                 overlays[tier] = {key for key, held in zip(keys, answer, strict=True) if held}
-        if not waiting:
+        if not silent:
             request.probing_until = None
             return overlays
         now = self._clock()
@@ -76,6 +83,8 @@ class Admitter:
             request.probing_until = now + self._core.config.probe_deadline_s
         if now < request.probing_until:
             return None
+        # Once is enough: without room now, the next try must not wait for the same tiers again.
+        request.denied |= silent
         request.probing_until = None
         return overlays
 
@@ -84,15 +93,26 @@ class Admitter:
             for ordinal in range((len(request.tokens) - 1) // spec.hash_unit):
                 yield BlockKey(spec.group, request.chain.digest(spec.hash_unit, ordinal))
 
-    def _shortage(self, request: Residency, plan: AdmissionPlan) -> int:
-        """Pages lacking for the whole prompt, or <= 0.  Shared idle pages stop being available, so they count once."""
+    def _needs(self, request: Residency, plan: AdmissionPlan) -> int:
+        """Available pages that the whole prompt takes: new ones, and shared ones that are idle now."""
         core = self._core
         pool = core.device.pool
         held = set(plan.shared_slots) | set(plan.copied_slots)
         idle = sum(pool.state(slot) is SlotState.IDLE for slot in held)
-        peak = core.layout.peak_pages(len(request.tokens), core.config.step_tokens)
-        need = max(peak - len(plan.shared_slots), plan.private_pages)
-        return need + self._reserved() - (pool.available - idle)
+        # Windows hold what one step computes besides themselves: with a long hit that is little.
+        in_flight = min(core.config.step_tokens, len(request.tokens) - plan.hit.tokens)
+        peak = core.layout.peak_pages(len(request.tokens), in_flight)
+        return max(peak - len(plan.shared_slots), plan.private_pages) + idle
+
+    def _reserved(self) -> int:
+        """Pages that parked requests will still need to finish their prompts; nobody else may take them."""
+        layout, step_tokens = self._core.layout, self._core.config.step_tokens
+        reserved = 0
+        for request in self._requests.values():
+            if request.ticket is not None and request.table is not None:
+                in_flight = min(step_tokens, len(request.tokens) - request.computed)
+                reserved += max(0, layout.peak_pages(len(request.tokens), in_flight) - request.table.held())
+        return reserved
 
     def _hold(self, request: Residency, plan: AdmissionPlan, step: Step) -> set[JobId]:
         """Make the table, hold every source, order the loads."""

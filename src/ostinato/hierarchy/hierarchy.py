@@ -17,18 +17,20 @@ import time
 from collections.abc import Callable, Sequence
 
 from ostinato.cache.audit import audit_directory, audit_pool, audit_tables
-from ostinato.cache.directory import Entry, Place
-from ostinato.cache.keys import BlockKey, KeyChain
-from ostinato.cache.kinds import keeps_interior
+from ostinato.cache.keys import KeyChain
 from ostinato.cache.ports import Observer
 from ostinato.cache.table import BlockTable
 from ostinato.hierarchy.admission import Admitter
-from ostinato.hierarchy.residency import Admission, HitReport, NoRoom, Residency, Woken
+from ostinato.hierarchy.boundaries import Boundaries
+from ostinato.hierarchy.residency import Admission, NoRoom, Residency, Woken
 from ostinato.hierarchy.settlement import Settlement
 from ostinato.hierarchy.stores import Stores
 from ostinato.hierarchy.tiers import Core
-from ostinato.ids import DEVICE, JobId, Ordinal, RequestId, SlotId, Step
+from ostinato.ids import JobId, RequestId, Step
 from ostinato.transfer.job import PageCopy, TransferOrder, TransferReport
+
+SMALL_CHUNK = 64
+"""Tokens; smaller prefill chunks than this waste too much of the machine."""
 
 
 class CacheHierarchy:
@@ -42,7 +44,8 @@ class CacheHierarchy:
         """The last step whose work is finished."""
         self._seed = seed
         self._clock = clock
-        self._admitter = Admitter(core, clock, self._reserved)
+        self._admitter = Admitter(core, clock, self.requests)
+        self._boundaries = Boundaries(core)
         self._stores = Stores(core, clock)
         self._settlement = Settlement(core, self.requests)
 
@@ -74,6 +77,20 @@ class CacheHierarchy:
         table.grow(tokens, taken)
         return True
 
+    def chunk_without_loss(self, request_id: RequestId, wanted: int) -> int:
+        """How many of the next ``wanted`` tokens to compute in one step.
+
+        A big chunk passes through many window pages at once.  While what the request finally keeps fits beside all
+        boundaries, smaller chunks do too, and nothing that others may resume at is lost for the passage.
+        """
+        request, core = self.requests[request_id], self.core
+        table, tokens = _table(request), len(request.tokens)
+        if core.unsaved(core.layout.resident_pages(tokens) - table.held()):
+            return wanted
+        while wanted > SMALL_CHUNK and core.unsaved(table.missing_pages(request.computed + wanted)):
+            wanted = max(SMALL_CHUNK, wanted // 2)
+        return wanted
+
     def take_copies(self, request_id: RequestId, step: Step) -> tuple[PageCopy, ...]:
         """Copies that the worker must make before the request's first tokens of ``step``."""
         request = self.requests[request_id]
@@ -89,9 +106,8 @@ class CacheHierarchy:
         table = _table(request)
         request.computed = computed
         if self.core.config.reuse:
-            self._stores.offer(self._publish(request, table), step)
-            if computed >= request.prompt_tokens:
-                self._mark_prompt_end(request, step)
+            self._stores.offer(self._boundaries.publish(request, table), step)
+            self._stores.offer(self._boundaries.mark_prompt_end(request), step)
         for observer in self.observers:
             observer.on_commit(request_id, computed)
         table.trim(computed, fence=step)
@@ -108,12 +124,9 @@ class CacheHierarchy:
         """Take the request's blocks away; what was published stays hittable, so that it resumes near where it was."""
         self._give_up_table(self.requests[request_id], fence)
 
-    def rows(self, request_id: RequestId) -> tuple[list[SlotId], ...]:
-        """The request's block table, per group; read only."""
-        return _table(self.requests[request_id]).rows
-
-    def hit(self, request_id: RequestId) -> HitReport:
-        return self.requests[request_id].hit
+    def table(self, request_id: RequestId) -> BlockTable:
+        """The block table of an admitted request; read only."""
+        return _table(self.requests[request_id])
 
     # All requests.
 
@@ -136,15 +149,6 @@ class CacheHierarchy:
         """Orders and cancellations that go out with the next plan."""
         return self.core.book.dispatch(), self._settlement.take_cancelled()
 
-    def busy(self) -> bool:
-        """Whether any transfer is still open."""
-        return len(self.core.book) > 0
-
-    def reset(self, device_only: bool = False) -> int:
-        """Forget what nobody holds; returns how many slots came free."""
-        tiers = [self.core.device, *(() if device_only else self.core.lower.values())]
-        return sum(tier.pool.drop_idle() for tier in tiers)
-
     def audit(self) -> None:
         """Raise AuditError if any slot, key or reference is unaccounted for."""
         core = self.core
@@ -153,54 +157,6 @@ class CacheHierarchy:
             audit_pool(tier.pool, tier.retention, core.directory)
         audit_tables(request.table for request in self.requests.values() if request.table is not None)
         audit_directory(core.directory, {tier.tier: tier.pool for tier in tiers})
-
-    def _reserved(self) -> int:
-        """Pages that parked requests will still need to finish their prompts."""
-        layout, step_tokens = self.core.layout, self.core.config.step_tokens
-        return sum(
-            max(0, layout.peak_pages(len(request.tokens), step_tokens) - request.table.held())
-            for request in self.requests.values()
-            if request.ticket is not None and request.table is not None
-        )
-
-    def _publish(self, request: Residency, table: BlockTable) -> list[Entry]:
-        """Give keys to the units that are full now; returns the new entries."""
-        core = self.core
-        request.chain.update(request.tokens[: request.computed])
-        published = []
-        for spec in core.layout.groups:
-            for ordinal in range(request.committed[spec.group], request.computed // spec.hash_unit):
-                slot = table.slot(spec.group, ordinal // spec.page_units)
-                key = BlockKey(spec.group, request.chain.digest(spec.hash_unit, ordinal))
-                place = Place(slot, core.device.pool.generation[slot], None)
-                entry = core.directory.write(key, Ordinal(ordinal), DEVICE, place, keeps_interior(spec.kind))
-                if entry is not None:
-                    published.append(entry)
-            request.committed[spec.group] = request.computed // spec.hash_unit
-        return published
-
-    def _mark_prompt_end(self, request: Residency, step: Step) -> None:
-        """Keep the cuts at which the same prompt, alone or continued, would resume."""
-        granularity = self.core.layout.granularity
-        for cut in {(request.prompt_tokens - 1) // granularity, request.prompt_tokens // granularity}:
-            self._stores.offer(self._mark_boundary(request, cut * granularity), step)
-
-    def _mark_boundary(self, request: Residency, cut: int) -> list[Entry]:
-        """Mark what the cut requires; returns what was not marked before."""
-        if cut in request.boundaries_at or not cut:
-            return []
-        request.boundaries_at.add(cut)
-        marked = []
-        for spec in self.core.layout.groups:
-            if keeps_interior(spec.kind):
-                continue
-            for low, high in spec.kind.required(cut, spec.hash_unit):
-                for ordinal in range(low, high):
-                    entry = self.core.directory.get(BlockKey(spec.group, request.chain.digest(spec.hash_unit, ordinal)))
-                    if entry is not None and not entry.boundary:
-                        entry.boundary = True
-                        marked.append(entry)
-        return marked
 
     def _give_up_table(self, request: Residency, fence: Step | None) -> None:
         """Finish, abort and preemption alike: mark the last cut, note the use, release the request's own lease."""
@@ -213,21 +169,10 @@ class CacheHierarchy:
         for observer in self.observers:
             observer.on_release(request.request_id)
         table, request.table = request.table, None
-        granularity = self.core.layout.granularity
         if self.core.config.reuse and request.computed:
-            marked = self._mark_boundary(request, request.computed // granularity * granularity)
-            self._stores.offer(marked, self.step)
-            self._touch(request)
+            self._stores.offer(self._boundaries.close(request), self.step)
         table.lease.release(fence)
         request.computed = 0
-
-    def _touch(self, request: Residency) -> None:
-        tick = self.core.directory.next_tick()
-        for spec in self.core.layout.groups:
-            for ordinal in range(request.committed[spec.group]):
-                entry = self.core.directory.get(BlockKey(spec.group, request.chain.digest(spec.hash_unit, ordinal)))
-                if entry is not None:
-                    entry.tick = tick
 
 
 def _table(request: Residency) -> BlockTable:

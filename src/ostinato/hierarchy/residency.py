@@ -85,6 +85,8 @@ class Residency:
     probing_until: float | None = None
     denied: set[TierId] = field(default_factory=set)
     failures: int = 0
+    needs: int = 0
+    """Pages that were lacking at the last try: until so many are available it is not tried again."""
     boundaries_at: set[int] = field(default_factory=set)
     copies: tuple[PageCopy, ...] = ()
     copy_lease: Lease | None = None

@@ -77,3 +77,20 @@ class Core:
     book: Book
     order: tuple[TierId, ...] = field(default=(DEVICE,))
     """All tiers from fast to slow."""
+
+    def unsaved(self, pages: int) -> bool:
+        """Whether taking ``pages`` device pages would evict a boundary that no lower tier of ours has."""
+        short = pages - len(self.device.pool.free_slots)
+        if short <= 0:
+            return False
+        victims = self.device.retention.candidates(short)
+        return len(victims) < short or any(
+            entry.boundary and len(entry.places) == 1
+            for slot in victims
+            for entry in self.directory.contents(DEVICE, slot)
+        )
+
+    def drop_idle(self, device_only: bool = False) -> int:
+        """Forget everything that nobody holds; returns how many slots came free."""
+        tiers = [self.device, *(() if device_only else self.lower.values())]
+        return sum(tier.pool.drop_idle() for tier in tiers)

@@ -37,14 +37,14 @@ class PagedCache(Cache):
         return self._count
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Identity.  transformers passes on what is put into ``kwargs["kwargs"]`` to the attention function."""
         if (bag := kwargs.get("kwargs")) is not None:
             bag[LAYER_KEY] = layer_idx
         return key_states, value_states
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 (transformers passes it by name)
         """No length is common to a packed batch; positions are always given, so nobody may need one."""
         return 0
 
@@ -70,7 +70,7 @@ def paged_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    *args: Any,
+    *_: Any,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """One layer's attention over the active step's pages.
@@ -79,7 +79,7 @@ def paged_attention(
     Rows behind the step's tokens are padding: they are neither written nor attended, and come back as zeros.
     """
     step = ACTIVE.get()
-    layer: int = kwargs.get(LAYER_KEY, module.layer_idx)
+    layer: int = kwargs[LAYER_KEY] if LAYER_KEY in kwargs else module.layer_idx
     shape = step.geometry[layer]
     place = step.arena.layers[shape.source]
     index = step.groups[place.group]

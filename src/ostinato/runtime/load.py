@@ -1,10 +1,10 @@
 """From a model's name to something that can run step plans.
 
-Owns: the order of loading (resolve, load, probe, layout, kernels, self-check) and :class:`Runtime`, its result.  Does not
-own: any of those steps.
+Owns: the order of loading (resolve, load, probe, layout, kernels, self-check) and :class:`Runtime`, its result.  Does
+not own: any of those steps.
 
-A :class:`Runtime` is shared: several engines, each with an arena and worker of its own (:func:`make_worker`), may run over
-one loaded model.  Nothing here or later changes the weights once it is made.
+A :class:`Runtime` is shared: several engines, each with an arena and worker of its own (:func:`make_worker`), may run
+over one loaded model.  Nothing here or later changes the weights once it is made.
 
 Thread: start-up.
 """
@@ -24,8 +24,9 @@ from ostinato.cache.layout import CacheLayout, build_layout
 from ostinato.errors import CapacityError, ConfigError
 from ostinato.ids import TierId
 from ostinato.runtime import native, selfcheck
+from ostinato.runtime.activation import align_activations
 from ostinato.runtime.arena import Arena, check_memory
-from ostinato.runtime.attention import AttentionBackend, select_backend
+from ostinato.runtime.attention import select_backend
 from ostinato.runtime.attention_hook import install
 from ostinato.runtime.linear import make_invariant
 from ostinato.runtime.models import Progress, load_model, load_tokenizer, resolve, weights_digest
@@ -33,7 +34,7 @@ from ostinato.runtime.rope import freeze_rope
 from ostinato.runtime.runner import ModelRunner, PreparedModel
 from ostinato.runtime.sampler import Sampler
 from ostinato.runtime.selfcheck import Promise
-from ostinato.runtime.specs import probe_specs
+from ostinato.runtime.specs import output_head, probe_specs
 from ostinato.runtime.worker import MoverPort, Worker
 
 HASH_UNIT: Final = 16
@@ -81,8 +82,8 @@ def load_runtime(
 ) -> Runtime:
     """Load ``model`` (a known name, folder or hub id) for a KV cache of ``device_budget`` bytes.
 
-    Raises :class:`UnknownModelError`, :class:`ModelFileError`, :class:`ModelRefusedError`, or :class:`CapacityError` when
-    the machine has less memory than the budget: that one first, before anything slow.
+    Raises :class:`UnknownModelError`, :class:`ModelFileError`, :class:`ModelRefusedError`, or :class:`CapacityError`
+    when the machine has less memory than the budget: that one first, before anything slow.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
@@ -103,20 +104,20 @@ def build_runtime(
     """Make ``model`` ready to run over pages.  From here on it belongs to the runtime: its modules are replaced."""
     config = model.config.get_text_config(decoder=True)
     longest = int(max_model_len or config.max_position_embeddings)
-    model.eval().requires_grad_(False)
+    model.train(False).requires_grad_(False)
     specs = probe_specs(model)
     layout = build_layout(specs.layers, hash_unit=HASH_UNIT)
     frozen = freeze_rope(model, longest)
     config_digest = _config_digest(model, frozen)
     backend, note = select_backend([(g.key_dim, g.value_dim) for g in specs.geometry], specs.dtype)
     expected = selfcheck.reference(model, tokenizer)
-    linears = make_invariant(model, model.get_output_embeddings())
+    linears = make_invariant(model, output_head(model))
+    align_activations(model)
     install(model)
-    prepared = PreparedModel(model, specs, backend, linears)
-    promise = selfcheck.check(prepared, layout, expected)
+    prepared, promise = selfcheck.settle(PreparedModel(model, specs, backend, linears), layout, expected)
     dtype = str(specs.dtype).removeprefix("torch.")
-    identity = Identity(weights, config_digest, dtype, _numerics(backend, linears.describe(), promise))
-    kernels = f"attention: {note}; linear: {linears.describe()}; results: {promise.describe()}"
+    identity = Identity(weights, config_digest, dtype, _numerics(prepared, promise))
+    kernels = f"attention: {note}; linear: {prepared.linears.describe()}; results: {promise.describe()}"
     return Runtime(name, prepared, tokenizer, layout, promise, identity, longest, kernels)
 
 
@@ -128,9 +129,7 @@ def pages_within(layout: CacheLayout, budget: int) -> int:
     return pages
 
 
-def make_worker(
-    runtime: Runtime, num_pages: int, movers: Mapping[TierId, MoverPort], poison: bool = False
-) -> Worker:
+def make_worker(runtime: Runtime, num_pages: int, movers: Mapping[TierId, MoverPort], poison: bool = False) -> Worker:
     """A worker with an arena of ``num_pages`` pages of its own, over the shared model."""
     arena = Arena(runtime.layout, runtime.prepared.specs, num_pages, poison)
     return Worker(ModelRunner(runtime.prepared, arena, _sampler()), arena, movers)
@@ -141,15 +140,15 @@ def _sampler() -> Sampler:
     return Sampler() if library is None else Sampler(torch.ops.ostinato.argmax_rows)
 
 
-def _numerics(backend: AttentionBackend, linears: str, promise: Promise) -> str:
+def _numerics(prepared: PreparedModel, promise: Promise) -> str:
     library, _ = native.load()
-    isa = getattr(backend, "isa", None)
+    isa = getattr(prepared.backend, "isa", None)
     parts = [
-        backend.name,
+        prepared.backend.name,
         f"isa {'none' if isa is None else isa.name.lower()}",
         f"kernels {'none' if library is None else library.path.parent.name}",
         f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}",
-        f"linear {linears}",
+        f"linear {prepared.linears.describe()}",
         f"threads {torch.get_num_threads()}",
         promise.describe(),
     ]

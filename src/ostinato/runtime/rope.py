@@ -15,7 +15,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -48,8 +47,8 @@ def _follows_batch(kind: str) -> bool:
     return "dynamic" in kind or kind == "longrope"
 
 
-def _freeze(name: str, module: nn.Module, kind: str, max_model_len: int) -> str:
-    config: Any = module.config
+def _freeze(name: str, module: Any, kind: str, max_model_len: int) -> str:
+    config = module.config
     if "dynamic" in kind:
         if max_model_len <= int(config.max_position_embeddings):
             # Below its original length the dynamic type is the default one; positions never pass it.

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 import torch
+from torch import nn
 from torch.fx.experimental import _config as fx_config
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, get_layer_types_and_kwargs
@@ -79,19 +80,19 @@ class _Recorded:
 
 
 def probe_specs(model: PreTrainedModel) -> ModelSpecs:
-    """The specs of ``model``.  Raises :class:`ModelRefusedError`, with the reason, for a model that cannot be served."""
+    """The specs of ``model``.  Raises :class:`ModelRefusedError`, which says why, when it cannot be served."""
     try:
         _check_class(model)
         kinds = _kinds(model)
         argument = _check_forward(model)
         recorded = _record(model, argument, len(kinds))
         geometry = tuple(_geometry(layer, kind, recorded[layer]) for layer, kind in enumerate(kinds))
-    except _Reason as reason:
-        raise ModelRefusedError(f"{type(model).__name__} cannot be served: {reason}") from reason.__cause__
+    except _RefusalError as reason:
+        raise ModelRefusedError(f"{type(model).__name__} cannot be served: {reason}") from None
     return ModelSpecs(tuple(_layer_spec(g, model.dtype.itemsize) for g in geometry), geometry, argument, model.dtype)
 
 
-class _Reason(Exception):
+class _RefusalError(Exception):
     """Why a model is refused; :func:`probe_specs` adds the model's class."""
 
 
@@ -102,9 +103,15 @@ def _layer_spec(shape: LayerGeometry, item: int) -> LayerSpec:
 
 def _check_class(model: PreTrainedModel) -> None:
     if getattr(model.config, "is_encoder_decoder", False):
-        raise _Reason("it is an encoder-decoder model; this release serves decoder-only models")
-    if model.get_output_embeddings() is None:
-        raise _Reason("it has no language-model head (an encoder, or a bare backbone)")
+        raise _RefusalError("it is an encoder-decoder model; this release serves decoder-only models")
+    if output_head(model) is None:
+        raise _RefusalError("it has no language-model head (an encoder, or a bare backbone)")
+
+
+def output_head(model: PreTrainedModel) -> nn.Module | None:
+    """The projection from hidden states to logits."""
+    head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    return head
 
 
 def _check_forward(model: PreTrainedModel) -> str:
@@ -113,22 +120,24 @@ def _check_forward(model: PreTrainedModel) -> str:
     A wrong name would vanish in the model's ``**kwargs``, and every token would be computed without its past.
     """
     if not model._supports_attention_backend:
-        raise _Reason("its attention does not go through transformers' attention interface")
+        raise _RefusalError("its attention does not go through transformers' attention interface")
     parameters = inspect.signature(inspect.unwrap(type(model).forward)).parameters
     for needed in ("position_ids", "logits_to_keep"):
         if needed not in parameters:
-            raise _Reason(f"its forward pass has no `{needed}` argument, which packed batches need")
+            raise _RefusalError(f"its forward pass has no `{needed}` argument, which packed batches need")
     for name in CACHE_ARGUMENTS:
         if name in parameters:
             return name
-    raise _Reason(f"its forward pass takes neither {' nor '.join(CACHE_ARGUMENTS)}: it keeps state in a way of its own")
+    raise _RefusalError(
+        f"its forward pass takes neither {' nor '.join(CACHE_ARGUMENTS)}: it keeps state in a way of its own"
+    )
 
 
 def _kinds(model: PreTrainedModel) -> list[Kind]:
     try:
         types, settings = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise _Reason(f"its config does not tell the kinds of its layers ({error})") from error
+        raise _RefusalError(f"its config does not tell the kinds of its layers ({error})") from error
     return [_kind(layer, *item) for layer, item in enumerate(zip(types, settings, strict=True))]
 
 
@@ -141,17 +150,21 @@ def _kind(layer: int, name: str, settings: dict[str, Any]) -> Kind:
             # transformers calls a sliding layer without a width what it is: full attention.
             return Window(int(window)) if window else Full()
         case _:
-            raise _Reason(f"layer {layer} is of kind {name!r}; this release serves full and sliding-window attention")
+            raise _RefusalError(
+                f"layer {layer} is of kind {name!r}; this release serves full and sliding-window attention"
+            )
 
 
 def _geometry(layer: int, kind: Kind, seen: _Recorded) -> LayerGeometry:
     if seen.key is None or seen.value is None:
-        raise _Reason(f"layer {layer} puts no keys and values of its own into the cache")
+        raise _RefusalError(f"layer {layer} puts no keys and values of its own into the cache")
     if seen.attention_calls != 1:
-        raise _Reason(f"layer {layer} calls the attention interface {seen.attention_calls} times per pass, not once")
+        raise _RefusalError(
+            f"layer {layer} calls the attention interface {seen.attention_calls} times per pass, not once"
+        )
     window = kind.window if isinstance(kind, Window) else 0
     if seen.window is not None and seen.window != window:
-        raise _Reason(f"layer {layer} attends over a window of {seen.window}, its config says {window}")
+        raise _RefusalError(f"layer {layer} attends over a window of {seen.window}, its config says {window}")
     _, heads, _, key_dim = seen.key
     return LayerGeometry(layer, kind, heads, key_dim, seen.value[3], window, source=layer)
 
@@ -170,53 +183,53 @@ class _ProbeCache(Cache):
         return len(self.recorded)
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not 0 <= layer_idx < len(self.recorded):
-            raise _Reason(f"it updates layer {layer_idx} of {len(self.recorded)}")
+            raise _RefusalError(f"it updates layer {layer_idx} of {len(self.recorded)}")
         record = self.recorded[layer_idx]
         if record.key is not None:
-            raise _Reason(f"layer {layer_idx} updates the cache more than once per pass")
+            raise _RefusalError(f"layer {layer_idx} updates the cache more than once per pass")
         record.key, record.value = key_states.shape, value_states.shape
         if (bag := kwargs.get("kwargs")) is not None:
             bag[LAYER_KEY] = layer_idx
         return key_states, value_states
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 (transformers passes it by name)
         return 0
 
     @property
     def is_sliding(self) -> list[bool]:
         return [False] * len(self.recorded)
 
-    def _side_state(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise _Reason("it keeps state beside keys and values (recurrent, convolution or indexer)")
+    def _side_state(self, *_: Any, **__: Any) -> NoReturn:
+        raise _RefusalError("it keeps state beside keys and values (recurrent, convolution or indexer)")
 
     get_conv_state = update_conv_state = get_recurrent_state = update_recurrent_state = _side_state
     update_indexer = has_previous_state = _side_state
 
 
 def _probe_attention(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
     """Takes part in :func:`_record`: shapes only, and the refusal of calls that mean something we do not compute."""
     cache: _ProbeCache = kwargs[_PROBE]
     layer = kwargs.get(LAYER_KEY, getattr(module, "layer_idx", None))
     if layer is None:
-        raise _Reason("an attention call does not say which layer it belongs to")
+        raise _RefusalError("an attention call does not say which layer it belongs to")
     if hasattr(module, "expand_kv"):
-        raise _Reason(f"layer {layer} caches a latent (MLA); this release serves plain keys and values")
+        raise _RefusalError(f"layer {layer} caches a latent (MLA); this release serves plain keys and values")
     if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
-        raise _Reason(f"layer {layer} is not causal (an encoder or an embedding model)")
+        raise _RefusalError(f"layer {layer} is not causal (an encoder or an embedding model)")
     odd = sorted(name for name, item in kwargs.items() if torch.is_tensor(item) and name not in _ATTENTION_TENSORS)
     if odd:
-        raise _Reason(f"layer {layer} passes {', '.join(odd)} to attention, which is not understood here")
+        raise _RefusalError(f"layer {layer} passes {', '.join(odd)} to attention, which is not understood here")
     if args[0] is not None or kwargs.get("attention_mask") is not None:
-        raise _Reason(f"layer {layer} comes with an attention mask of the model's own making")
+        raise _RefusalError(f"layer {layer} comes with an attention mask of the model's own making")
     record = cache.recorded[layer]
     record.attention_calls += 1
     if record.key is not None and key.shape[1:] != record.key[1:]:
-        raise _Reason(f"layer {layer} attends over other keys than it caches")
+        raise _RefusalError(f"layer {layer} attends over other keys than it caches")
     record.window = kwargs.get("sliding_window")
     batch, heads, tokens, _ = query.shape
     return query.new_empty(batch, tokens, heads, value.shape[-1]), None
@@ -226,9 +239,10 @@ def _record(model: PreTrainedModel, argument: str, layers: int) -> list[_Recorde
     """One forward pass over a few tokens: on the meta device, else (data-dependent shapes) with the real weights."""
     AttentionInterface.register(_PROBE, _probe_attention)
     try:
-        with fx_config.patch(meta_nonzero_assume_all_nonzero=True):
+        # The settings module carries methods that its type does not show.
+        with fx_config.patch(meta_nonzero_assume_all_nonzero=True):  # type: ignore[attr-defined]
             return _forward(_on_meta(model), argument, layers)
-    except _Reason:
+    except _RefusalError:
         raise
     except Exception as error:
         # What the meta device lacks differs from model to model; the real weights decide.
@@ -236,10 +250,10 @@ def _record(model: PreTrainedModel, argument: str, layers: int) -> list[_Recorde
     before = model.config._attn_implementation
     try:
         return _forward(model, argument, layers)
-    except _Reason:
+    except _RefusalError:
         raise
     except Exception as error:
-        raise _Reason(f"a probing forward pass failed: {error}") from error
+        raise _RefusalError(f"a probing forward pass failed: {error}") from error
     finally:
         model.set_attn_implementation(before)
 
@@ -248,7 +262,8 @@ def _on_meta(model: PreTrainedModel) -> PreTrainedModel:
     """The same class and config without weights.  The config is copied: the probe changes its attention."""
     with torch.device("meta"):
         twin = type(model)(copy.deepcopy(model.config))
-    twin.eval().to(model.dtype)
+    nn.Module.to(twin, model.dtype)
+    twin.train(False)
     if hasattr(twin, "set_experts_implementation"):
         # The one way to run experts whose shapes do not depend on the router's choice; a model without any ignores it.
         twin.set_experts_implementation("batched_mm")

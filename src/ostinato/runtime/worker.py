@@ -1,7 +1,7 @@
 """The data plane's side of a step: copies, transfers, forward pass, reports.
 
-Owns: the order of those inside a step, and the hand-over of transfer orders to the movers of their tiers.  Does not own:
-what is planned, how a mover moves bytes, which threads it uses.
+Owns: the order of those inside a step, and the hand-over of transfer orders to the movers of their tiers.  Does not
+own: what is planned, how a mover moves bytes, which threads it uses.
 
 ::
 

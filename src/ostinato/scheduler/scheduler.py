@@ -115,7 +115,7 @@ class Scheduler:
         index = 0
         while index < len(self._holding) and budget:
             request = self._holding[index]
-            count = min(request.remaining, budget)
+            count = self._chunk(request, budget)
             if not self.cache.grow(request.request_id, request.computed + count):
                 victim = self.config.policy.victim(self._holding[index:])
                 self._preempt(victim)
@@ -141,7 +141,7 @@ class Scheduler:
                     self._waiting.pop(0)
                     request.computed = hit.tokens
                     self._hold(request)
-                    count = min(request.remaining, budget)
+                    count = self._chunk(request, budget)
                     if self.cache.grow(request.request_id, request.computed + count):
                         chosen.append((request, count))
                         budget -= count
@@ -151,12 +151,16 @@ class Scheduler:
         elif self._starved_since is None:
             self._starved_since = self._clock()
 
+    def _chunk(self, request: Request, budget: int) -> int:
+        count = min(request.remaining, budget)
+        return self.cache.chunk_without_loss(request.request_id, count) if count > 1 else count
+
     def _sequence(self, request: Request, count: int, copies: list[PageCopy]) -> SequencePlan:
         """One request's share of the step, with the pages that the worker does not know yet."""
         fresh = request.phase is Phase.READY
         request.phase = Phase.RUNNING
         copies.extend(self.cache.take_copies(request.request_id, self._step))
-        rows = self.cache.rows(request.request_id)
+        rows = self.cache.table(request.request_id).rows
         if fresh:
             request.sent = [0] * len(rows)
         new_pages = tuple(tuple(row[known:]) for row, known in zip(rows, request.sent, strict=True))
@@ -176,12 +180,12 @@ class Scheduler:
     def _hold(self, request: Request) -> None:
         request.phase = Phase.READY
         if request.hit is None:
-            request.hit = self.cache.hit(request.request_id)
+            request.hit = self.cache.requests[request.request_id].hit
         bisect.insort(self._holding, request, key=self.config.policy.key)
 
     def _wake(self, request: Request, ok: bool) -> None:
         if ok:
-            request.computed = self.cache.hit(request.request_id).tokens
+            request.computed = self.cache.requests[request.request_id].computed
             self._hold(request)
         else:
             request.phase = Phase.WAITING

@@ -1,0 +1,92 @@
+"""What a prefix cache for hybrids must reach with one rule and no knob, on one small pool.
+
+Rows from public reports against other engines: chats that take turns lose everything at once when their window tails
+are evicted first (H01, vllm#48435); a shared system prompt is not found at its second use (H02, vllm#45238); a growing
+chat never finds the answer it just generated (H03, vllm#50551).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import pytest
+
+from core.builders import plain_layout
+from core.world import Setup, World
+from ostinato.cache.kinds import Full, Window
+
+HYBRID: Final = plain_layout(Full(), *[Window(64)] * 5, unit=16)
+PAGES: Final = 600
+
+
+def session(number: int, length: int) -> list[int]:
+    return [number * 1000 + position for position in range(length)]
+
+
+def make_world(step_tokens: int = 512) -> World:
+    return World(Setup(HYBRID, PAGES, step_tokens=step_tokens))
+
+
+@pytest.mark.parametrize("step_tokens", [32, 64, 96])
+def test_ten_chats_take_turns_and_all_hit(step_tokens: int) -> None:
+    """Each needs 57 pages (32 + 5 x 5, two cuts apart by one page); 10 x 57 = 570 of 600.
+
+    A step must fit beside them: one of 512 tokens alone takes 192 pages while it runs.
+    """
+    world = make_world(step_tokens)
+    hits = [[world.serve(session(n, 512) + [7] * turn).hits[-1] for n in range(10)] for turn in range(3)]
+    assert hits == [[0] * 10, [512] * 10, [512] * 10]
+    world.check_quiet()
+
+
+def test_ten_chats_that_repeat_their_prompt() -> None:
+    world = make_world(256)
+    hits = [[world.serve(session(n, 513)).hits[-1] for n in range(10)] for _ in range(3)]
+    assert hits == [[0] * 10, [512] * 10, [512] * 10]
+
+
+def test_boundaries_cost_what_was_promised() -> None:
+    """After one cold prompt, 32 full pages and 5 of each window are marked as boundaries; the rest is interior."""
+    world = make_world()
+    world.serve(session(1, 512))
+    marked = [entry for entry in world.cache.core.directory if entry.boundary]
+    assert len(marked) == 57
+    assert len(world.cache.core.directory) == 6 * 32
+
+
+@pytest.mark.parametrize("shared", [256, 240, 208])
+def test_a_shared_prefix_is_found_at_its_second_use(shared: int) -> None:
+    """The cut lies in the middle of what was stored: nobody marked it before."""
+    world = make_world()
+    hits = [world.serve(session(0, shared) + session(n, 256)).hits[-1] for n in range(1, 6)]
+    assert hits == [0] + [shared] * 4
+
+
+def test_a_shared_prefix_survives_pressure_once_it_is_a_junction() -> None:
+    """Interior pages of others go first; the junction stays."""
+    world = make_world(64)
+    for number in (1, 2):
+        world.serve(session(0, 208) + session(number, 256))
+    for number in range(10, 14):
+        world.serve(session(number, 512))
+    assert world.cache.core.device.retention.evictions > 0
+    assert world.serve(session(0, 208) + session(3, 256)).hits == [208]
+
+
+def test_a_growing_chat_finds_its_own_answers() -> None:
+    """300 tokens of prompt, turns of 100 generated and 40 new tokens: each turn resumes where the last one ended."""
+    world = make_world()
+    tokens, hits, prompts = session(0, 300), [], []
+    for turn in range(4):
+        prompts.append(len(tokens))
+        client = world.serve(tokens, decode=100)
+        hits.append(client.hits[-1])
+        tokens = client.tokens + session(50 + turn, 40)
+    assert prompts == [300, 440, 580, 720]
+    assert hits == [0, 400, 528, 672]
+
+
+def test_the_same_prompt_hits_all_but_its_last_token() -> None:
+    world = make_world()
+    assert [world.serve(session(0, 512)).hits[-1] for _ in range(3)] == [0, 496, 496]
+    assert [world.serve(session(1, 513)).hits[-1] for _ in range(3)] == [0, 512, 512]
