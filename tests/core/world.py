@@ -166,7 +166,7 @@ class World:
 
     def _choose(self, client: Client, chosen: list[tuple[Client, int]], chunks: Sequence[int]) -> bool:
         chunk = min(chunks[len(chosen) % len(chunks)], self.setup.step_tokens)
-        count = min(chunk, len(client.tokens) - client.computed)
+        count = self.cache.chunk_without_loss(client.name, min(chunk, len(client.tokens) - client.computed))
         if not self.cache.grow(client.name, client.computed + count):
             return False
         chosen.append((client, count))

@@ -53,6 +53,8 @@ class Directory:
         self._entries: dict[BlockKey, Entry] = {}
         self._contents: dict[tuple[TierId, SlotId], list[Entry]] = {}
         self._tick = 0
+        self.written = 0
+        """Copies published since start: as long as it stays, no hit has become longer."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -79,6 +81,7 @@ class Directory:
             entry.tick = self._tick
         elif tier in entry.places:
             return None
+        self.written += 1
         entry.places[tier] = place
         entry.boundary |= boundary
         self._contents.setdefault((tier, place.slot), []).append(entry)

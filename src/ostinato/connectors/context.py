@@ -15,7 +15,7 @@ from typing import overload
 
 from ostinato.cache.directory import Directory
 from ostinato.cache.keys import BlockKey
-from ostinato.cache.pool import Lease, SlotPool
+from ostinato.cache.pool import Lease, SlotPool, SlotState
 from ostinato.cache.retention import Retention
 from ostinato.cache.table import BlockTable
 from ostinato.errors import ConnectorError, StaleViewError
@@ -141,10 +141,13 @@ class KVConnectorSchedulerContext:
         return BlockView(self, row, range(len(row))[start:stop])
 
     def pin(self, slots: Iterable[SlotId]) -> Pin:
-        """Hold ``slots`` until all ranks have released the pin.  Duplicates count once; a HOLE is refused."""
+        """Hold ``slots`` until all ranks have released the pin.  Duplicates count once; holes, free slots: refused."""
         unique = dict.fromkeys(slots)
         if HOLE in unique:
             raise ConnectorError("a hole cannot be pinned: skip it, its block is not held")
+        for slot in unique:
+            if not 0 <= slot < self._pool.capacity or self._pool.state(slot) is SlotState.FREE:
+                raise ConnectorError(f"slot {slot} cannot be pinned: nobody holds it and it has no content")
         return Pin(self._pool.share(unique, "pin"), self._world_size)
 
     def boundary_states(self) -> Sequence[BoundaryState]:

@@ -16,7 +16,7 @@ from typing import Final
 from urllib.parse import parse_qsl
 
 from ostinato.connectors.api import Connector
-from ostinato.errors import ConfigError, UnknownConnectorError
+from ostinato.errors import ConfigError, ConnectorError, UnknownConnectorError
 
 ENTRY_POINT_GROUP: Final = "ostinato.connectors"
 BUILT_IN: Final[Mapping[str, str]] = MappingProxyType({"host": "ostinato.connectors.host:make_connector"})
@@ -43,9 +43,12 @@ def parse_spec(text: str) -> TierSpec:
     if not re.fullmatch(r"[a-z][a-z0-9_+-]*", name):
         raise ConfigError(f"tier {text!r}: expected name[:argument][?option=value], for example host:8GiB")
     try:
-        options = dict(parse_qsl(query, strict_parsing=True, keep_blank_values=True)) if query else {}
+        pairs = parse_qsl(query, strict_parsing=True, keep_blank_values=True) if query else []
     except ValueError:
         raise ConfigError(f"tier {text!r}: options must look like ?name=value&name=value") from None
+    options = dict(pairs)
+    if len(options) < len(pairs):
+        raise ConfigError(f"tier {text!r}: an option is given twice in {query!r}")
     return TierSpec(text, name, argument, options)
 
 
@@ -59,9 +62,13 @@ def make_connector(text: str) -> Connector:
         found = [point for point in entry_points(group=ENTRY_POINT_GROUP) if point.name == spec.name]
         if not found:
             raise UnknownConnectorError(f"tier {text!r}: no connector {spec.name!r}; known: {', '.join(known_names())}")
-        factory = found[0].load()
+        try:
+            factory = found[0].load()
+        except Exception as error:
+            raise ConnectorError(f"tier {text!r}: connector {found[0].value} cannot be loaded: {error}") from error
     connector = factory(spec)
-    assert isinstance(connector, Connector)
+    if not isinstance(connector, Connector):
+        raise ConnectorError(f"tier {text!r}: the factory of {spec.name!r} made {connector!r}, which is no Connector")
     return connector
 
 
@@ -71,7 +78,8 @@ def known_names() -> list[str]:
 
 def parse_bytes(text: str) -> int:
     """``8GiB``, ``512MiB``, ``1.5GB``, ``4096`` to bytes."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B|)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]+)(\.[0-9]+)?\s*([KMGT]i?B|B|)\s*", text)
     if match is None:
         raise ConfigError(f"{text!r} is not a size; write for example 8GiB, 512MiB or 4096")
-    return int(float(match[1]) * _UNITS[match[2]])
+    unit = _UNITS[match[3]]
+    return int(match[1]) * unit + int(float(match[2] or 0) * unit)

@@ -25,6 +25,7 @@ from ostinato.errors import CapacityError, ConfigError
 from ostinato.hierarchy.hierarchy import CacheHierarchy
 from ostinato.hierarchy.tiers import Core, CoreConfig, OwnedTier, StoreMode
 from ostinato.ids import DEVICE, RequestId, TierId
+from ostinato.runtime.arena import check_memory
 from ostinato.runtime.device_pages import ArenaPages
 from ostinato.runtime.load import Runtime, make_worker
 from ostinato.runtime.worker import Worker
@@ -82,8 +83,7 @@ def _sizes(runtime: Runtime, config: EngineConfig) -> tuple[int, int]:
     layout, step = runtime.layout, config.max_num_batched_tokens
     pages = config.num_gpu_blocks_override
     if pages is None:
-        memory = config.kv_cache_memory
-        pages = (parse_bytes(memory) if isinstance(memory, str) else memory) // layout.page_bytes
+        pages = _bytes("kv_cache_memory", config.kv_cache_memory) // layout.page_bytes
     wanted = config.max_model_len or runtime.max_model_len
     if wanted > runtime.max_model_len:
         raise ConfigError(f"max_model_len={wanted}, but the model was made for {runtime.max_model_len} tokens at most")
@@ -94,7 +94,16 @@ def _sizes(runtime: Runtime, config: EngineConfig) -> tuple[int, int]:
             f"the device pool of {pages} pages ({pages * layout.page_bytes / 2**20:.1f} MiB) has no room for {what}: "
             f"kv_cache_memory must be at least {minimum * layout.page_bytes / 2**20:.1f} MiB ({minimum} pages)"
         )
+    check_memory(pages * layout.page_bytes)
     return pages, wanted
+
+
+def _bytes(name: str, value: object) -> int:
+    if isinstance(value, str):
+        return parse_bytes(value)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ConfigError(f"{name} is a size such as 2GiB, or a number of bytes, not {value!r}")
+    return value
 
 
 def _core(layout: CacheLayout, config: EngineConfig, pages: int, connectors: Sequence[Connector]) -> Core:

@@ -7,13 +7,15 @@ Thread: one; a second thread needs an ``LLM`` of its own (they may share a loade
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from ostinato.config import EngineConfig
+from ostinato.connectors.registry import make_connector
 from ostinato.engine.build import BuiltEngine, build_engine
 from ostinato.engine.loop import Prompt
 from ostinato.engine.outputs import RequestOutput
@@ -25,6 +27,9 @@ from ostinato.sampling_params import SamplingParams
 
 PromptLike: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``."""
+_FORMS: Final = (
+    'a prompt is text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; give one, or a list of them'
+)
 
 
 class LLM:
@@ -36,17 +41,21 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Runtime,
+        model: str | os.PathLike[str] | Runtime,
         *,
         progress: Progress | None = None,
         **options: Any,
     ) -> None:
-        name = model if isinstance(model, str) else model.name
+        if not isinstance(model, (str, os.PathLike, Runtime)):
+            raise ConfigError(f"a model is a name, a folder, a hub id or a loaded Runtime, not {model!r}")
+        name = model.name if isinstance(model, Runtime) else os.fspath(model)
         config = _config(name, options)
-        runtime = load_runtime(name, config.dtype, progress=progress) if isinstance(model, str) else model
+        # Made before the weights are read: a mistake in a tier need not wait for them.
+        tiers = [make_connector(text) for text in config.kv]
+        runtime = model if isinstance(model, Runtime) else load_runtime(name, config.dtype, progress=progress)
         self.runtime = runtime
         self.config = config
-        self._built = build_engine(runtime, config)
+        self._built = build_engine(runtime, config, tiers)
         self._ids = itertools.count()
 
     @property
@@ -75,9 +84,9 @@ class LLM:
         """
         items = _as_list(prompts)
         params = _spread(sampling_params, len(items))
-        ranks = list(priority) if priority is not None else [0] * len(items)
-        if len(ranks) != len(items):
-            raise RequestError(f"{len(items)} prompts, but {len(ranks)} priorities")
+        ranks = _ranks(priority, len(items))
+        if not isinstance(cache_salt, str):
+            raise RequestError(f"cache_salt is text, not {cache_salt!r}")
         names: list[str] = []
         engine = self._built.engine
         try:
@@ -121,13 +130,13 @@ class LLM:
         match item:
             case str():
                 return Prompt(item, self._encode(item))
-            case {"prompt_token_ids": ids}:
+            case {"prompt_token_ids": [*ids]}:
                 return Prompt(None, self._checked_ids(ids))
             case {"prompt": str(text)}:
                 return Prompt(text, self._encode(text))
             case [*ids]:
                 return Prompt(None, self._checked_ids(ids))
-        raise RequestError('a prompt is text, token ids, {"prompt": text} or {"prompt_token_ids": ids}')
+        raise RequestError(_FORMS)
 
     def _encode(self, text: str) -> list[int]:
         if self.runtime.tokenizer is None:
@@ -154,6 +163,8 @@ def _config(model: str, options: dict[str, Any]) -> EngineConfig:
 def _as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise RequestError(_FORMS)
     if prompts and isinstance(prompts[0], int):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
@@ -162,6 +173,24 @@ def _as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
 def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not _is_list_of(SamplingParams, params):
+        raise RequestError(
+            f"sampling parameters are one SamplingParams, or a list of one for each prompt, not {params!r}"
+        )
     if len(params) != count:
         raise RequestError(f"{count} prompts, but {len(params)} sampling parameters")
     return list(params)
+
+
+def _is_list_of(kind: type, value: object) -> bool:
+    return isinstance(value, Sequence) and all(isinstance(item, kind) for item in value)
+
+
+def _ranks(priority: Sequence[int] | None, count: int) -> list[int]:
+    if priority is None:
+        return [0] * count
+    if not _is_list_of(int, priority):
+        raise RequestError(f"priority is a list of whole numbers, one for each prompt, not {priority!r}")
+    if len(priority) != count:
+        raise RequestError(f"{count} prompts, but {len(priority)} priorities")
+    return list(priority)

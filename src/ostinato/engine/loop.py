@@ -14,12 +14,13 @@ from typing import Protocol
 
 from ostinato.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from ostinato.engine.text import OutputText, Vocabulary
-from ostinato.errors import CapacityError, PromptTooLongError, RequestError
+from ostinato.errors import CapacityError, OstinatoError, PromptTooLongError, RequestError
 from ostinato.ids import RequestId
 from ostinato.sampling_params import SamplingParams
 from ostinato.scheduler.plan import StepPlan, StepResult
 from ostinato.scheduler.request import Request
 from ostinato.scheduler.scheduler import Scheduler
+from ostinato.transfer.job import JobState
 
 IDLE_WAIT_S = 0.05
 """How long a step without work waits for a mover before it looks again."""
@@ -86,6 +87,7 @@ class Engine:
         self._on_step = on_step
         self._live: dict[RequestId, _Live] = {}
         self._arrivals = 0
+        self._unusable = ""
 
     @property
     def has_work(self) -> bool:
@@ -101,6 +103,7 @@ class Engine:
         arrival: float | None = None,
     ) -> None:
         """Hand in a request; raises RequestError when it could never be served."""
+        self._check_usable()
         if request_id in self._live:
             raise RequestError(f"request id {request_id!r} is in use; choose another")
         room = self._check(prompt, sampling)
@@ -109,8 +112,8 @@ class Engine:
         text = OutputText(self._vocabulary, sampling, self._eos, prompt.token_ids, max_tokens=room)
         live = _Live(request, prompt, text, time.perf_counter() if arrival is None else arrival)
         live.digest = hashlib.sha256() if sampling.logits_digest else None
-        self._live[request.request_id] = live
         self.scheduler.add(request)
+        self._live[request.request_id] = live
 
     def abort(self, request_id: str) -> bool:
         """Forget a request in whatever phase it is; False when there is none of that id."""
@@ -121,8 +124,14 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """One plan, one result; returns the requests that finished in it."""
+        self._check_usable()
         plan = self.scheduler.plan()
-        result = self.executor.execute(plan)
+        try:
+            result = self.executor.execute(plan)
+        except BaseException:
+            # What the step computed and which orders it handed on is unknown: nothing may be built on it.
+            self._unusable = "a step of it was interrupted"
+            raise
         tokens = self.scheduler.apply(result)
         digests = {sampled.request_id: sampled.digest for sampled in result.sampled}
         now = time.perf_counter()
@@ -138,17 +147,24 @@ class Engine:
         return finished
 
     def drain(self) -> None:
-        """Carry out transfers that are still open, without any request."""
-        book = self.scheduler.cache.core.book
-        while len(book):
+        """Carry out transfers that are still open, without any request; those in doubt are not waited for."""
+        while self._transfers_open():
             self.step()
-            if len(book):
+            if self._transfers_open():
                 self.executor.wait(IDLE_WAIT_S)
 
     def close(self) -> None:
         for request_id in list(self._live):
             self.abort(request_id)
+        self._unusable = self._unusable or "it was closed"
         self.executor.close()
+
+    def _check_usable(self) -> None:
+        if self._unusable:
+            raise OstinatoError(f"this engine cannot go on: {self._unusable}; make a new one (weights can be shared)")
+
+    def _transfers_open(self) -> bool:
+        return any(job.state is not JobState.IN_DOUBT for job in self.scheduler.cache.core.book)
 
     def _check(self, prompt: Prompt, sampling: SamplingParams) -> int:
         """Tokens that the request may generate."""

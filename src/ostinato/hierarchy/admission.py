@@ -37,7 +37,7 @@ class Admitter:
         assert request.table is None and request.ticket is None, "admitted twice"
         core = self._core
         blocked = request.needs + self._reserved() - core.device.pool.available
-        if blocked > 0:
+        if blocked > 0 and request.matched_at == core.directory.written:
             return NoRoom(blocked)
         if core.config.reuse:
             request.chain.update(request.tokens)
@@ -52,8 +52,8 @@ class Admitter:
         needs = self._needs(request, plan)
         short_by = needs + self._reserved() - core.device.pool.available
         if short_by > 0:
-            # Until that much is available there is no point in matching again.
-            request.needs = needs
+            # Until that much is available, or something new is cached, there is no point in matching again.
+            request.needs, request.matched_at = needs, core.directory.written
             return NoRoom(short_by)
         request.needs = 0
         jobs = self._hold(request, plan, step)

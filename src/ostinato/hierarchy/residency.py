@@ -86,7 +86,9 @@ class Residency:
     denied: set[TierId] = field(default_factory=set)
     failures: int = 0
     needs: int = 0
-    """Pages that were lacking at the last try: until so many are available it is not tried again."""
+    """Pages that were lacking at the last try: it is not tried again until so many are available..."""
+    matched_at: int = 0
+    """...or the directory has published more than it had at that try."""
     boundaries_at: set[int] = field(default_factory=set)
     copies: tuple[PageCopy, ...] = ()
     copy_lease: Lease | None = None

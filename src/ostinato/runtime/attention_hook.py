@@ -79,7 +79,9 @@ def paged_attention(
     Rows behind the step's tokens are padding: they are neither written nor attended, and come back as zeros.
     """
     step = ACTIVE.get()
-    layer: int = kwargs[LAYER_KEY] if LAYER_KEY in kwargs else module.layer_idx
+    layer: Any = kwargs.get(LAYER_KEY)
+    if layer is None:
+        layer = module.layer_idx
     shape = step.geometry[layer]
     place = step.arena.layers[shape.source]
     index = step.groups[place.group]

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from ostinato import __version__
-from ostinato.errors import OstinatoError
+from ostinato.errors import OstinatoError, RequestError
 
 app: Final = typer.Typer(
     help="An LLM inference engine in which a prompt's prefix is not computed twice.",
@@ -81,6 +81,8 @@ def generate(
         "enable_prefix_caching": not no_enable_prefix_caching,
     }
     prompts = list(prompt) if prompt else [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    if not prompts:
+        raise RequestError("there is no prompt: give --prompt, or one per line on stdin")
     _generate(model, prompts, sampling, options, Console(stderr=True, quiet=quiet))
 
 

@@ -19,8 +19,10 @@ from typing import Any, Final
 
 from rich.console import Console
 
+from ostinato.connectors.registry import make_connector
 from ostinato.engine.llm import LLM
 from ostinato.engine.outputs import RequestOutput
+from ostinato.errors import ConfigError
 from ostinato.runtime.load import Runtime, load_runtime
 from ostinato.sampling_params import SamplingParams
 from ostinato.serve.demo.prompts import Scenario, greetings, needle, needle_answer
@@ -60,13 +62,14 @@ class _Demo:
 
 def run_demo(options: DemoOptions, console: Console) -> bool:
     """Run everything; True when every row is identical to its cold run and reused what it should."""
+    tiers = list(dict.fromkeys([FULL_TIER if options.full else DEFAULT_TIER, *options.extra_tiers]))
+    _check_early(tiers, options.json_path)
     bars = Bars(console)
     runtime = load_runtime(options.model, options.dtype, progress=bars)
     demo = _Demo(runtime, bars)
     repeats = 5000 if options.full else 2000
     greeting = greetings(repeats, 1000)
     facts = needle(STORED_FACTS, ASKED_FACTS, NEEDLE_FACT, greeting.evicting)
-    tiers = list(dict.fromkeys([FULL_TIER if options.full else DEFAULT_TIER, *options.extra_tiers]))
     demo.pages = _pool_pages(runtime, greeting.evicting[-1])
     bars.start(6 + 11 * len(tiers), "running")
     _run_cold(demo, [(greeting.asked, "cold"), (greeting.stored, ""), (facts.asked, "needle-cold")])
@@ -87,6 +90,14 @@ def run_demo(options: DemoOptions, console: Console) -> bool:
     if options.json_path is not None:
         write_json(options.json_path, demo.rows)
     return all(row.identical and row.cached_tokens == row.expected_tokens for row in demo.rows)
+
+
+def _check_early(tiers: Sequence[str], json_path: Path | None) -> None:
+    """Mistakes that would otherwise show only after minutes."""
+    for tier in tiers:
+        make_connector(tier)
+    if json_path is not None and not json_path.parent.is_dir():
+        raise ConfigError(f"cannot write {json_path}: {json_path.parent} is not a folder")
 
 
 def _pool_pages(runtime: Runtime, longest: str) -> int:
