@@ -206,7 +206,6 @@ def run_command(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess
         (["generate", "gemma3-270m", "-p", "x", "--kv", "disc:1GiB"], "no connector 'disc'"),
         (["generate", "gemma3-270m"], "there is no prompt"),
         (["demo", "--json", "/no/such/folder/rows.json"], "cannot write"),
-        (["demo", "--kv", "disc:1GiB"], "no connector 'disc'"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )

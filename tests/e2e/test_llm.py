@@ -11,6 +11,7 @@ from e2e.support import UNIT, Oracle, assert_at_rest, greedy, make_llm, same, se
 from e2e.test_errors import run_command
 from ostinato.engine.llm import LLM
 from ostinato.engine.outputs import RequestOutput
+from ostinato.errors import RequestError
 from ostinato.runtime.load import Runtime
 from ostinato.sampling_params import SamplingParams
 
@@ -186,6 +187,17 @@ def test_reset_forgets(llm: LLM) -> None:
     assert llm.reset_prefix_cache() > 0
     assert ask().cached_tokens == 0
     assert_at_rest(llm)
+
+
+def test_a_callback_may_reset_but_not_generate(llm: LLM, cold_fp32: Oracle) -> None:
+    """Requests that are still running neither get lost nor keep the batch waiting for ever."""
+    prompts = [tokens(20), tokens(60)]
+    outputs = llm.generate(prompts, [greedy(1), greedy(9)], on_finished=lambda output: llm.reset_prefix_cache())
+    assert same(outputs[0], cold_fp32(prompts[0], 1))
+    assert same(outputs[1], cold_fp32(prompts[1], 9))
+    with pytest.raises(RequestError, match="generate is running"):
+        llm.generate(prompts, [greedy(1), greedy(9)], on_finished=lambda output: llm.generate(tokens(5)) and None)
+    assert not llm.built.engine.has_work
 
 
 def test_closing_twice(tiny_fp32: Runtime) -> None:

@@ -76,7 +76,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> N
 SCENES = {
     "failing": (Faults(fail=0.7, delay=0.0, withhold=0.0), 1),
     "slow": (Faults(fail=0.0, delay=0.9, withhold=0.0, longest_delay=12), 2),
-    "silent": (Faults(fail=0.0, delay=0.0, withhold=0.5), 3),
+    "withholding": (Faults(fail=0.0, delay=0.0, withhold=0.5), 3),
     "all": (Faults(withhold=0.2), 4),
 }
 

@@ -66,6 +66,7 @@ class ScriptedMover:
         self.log: list[Touch] = []
         self.reports: list[TransferReport] = []
         self.closed = False
+        self._copied: dict[JobId, tuple[int, ...]] = {}
         self._tier = tier
         self._notify = notify
 
@@ -76,7 +77,7 @@ class ScriptedMover:
         self.submitted.append(order)
         self.pending[order.job_id] = order
         if self.early:
-            self.copy(order)
+            self._copied[order.job_id] = self.copy(order)
 
     def poll(self) -> list[TransferReport]:
         for order in list(self.pending.values()):
@@ -111,8 +112,9 @@ class ScriptedMover:
         return tuple(index for index, move in enumerate(order.moves) if not self._move(order, move))
 
     def finish(self, order: TransferOrder, copies: int = 1) -> None:
-        """Move, then report (``copies`` times)."""
-        failed = self.copy(order)
+        """Move (unless that was done early), then report (``copies`` times)."""
+        early = self._copied.pop(order.job_id, None)
+        failed = self.copy(order) if early is None else early
         del self.pending[order.job_id]
         report = TransferReport(order.job_id, 0, failed, order.total_bytes)
         self.reports.extend([report] * copies)

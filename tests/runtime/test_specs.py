@@ -15,7 +15,7 @@ from ostinato.errors import CapacityError, ModelRefusedError
 from ostinato.runtime import arena as arena_module
 from ostinato.runtime.arena import Arena
 from ostinato.runtime.load import build_runtime, pages_within
-from ostinato.runtime.specs import probe_specs
+from ostinato.runtime.specs import CACHE_ARGUMENTS, probe_specs
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_kinds_and_shapes(name: str, kinds: list[Any], kv_heads: int, dim: int, 
     assert [layer.index for layer in specs.layers] == list(range(len(kinds)))
     assert {(g.kv_heads, g.key_dim, g.value_dim) for g in specs.geometry} == {(kv_heads, dim, dim)}
     assert all(layer.parts == (kv_heads * dim * dtype.itemsize,) * 2 for layer in specs.layers)
-    assert specs.cache_argument == "cache"
+    assert specs.cache_argument in CACHE_ARGUMENTS
     assert model.config._attn_implementation == before
 
 

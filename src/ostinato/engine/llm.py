@@ -89,6 +89,8 @@ class LLM:
             raise RequestError(f"cache_salt is text, not {cache_salt!r}")
         names: list[str] = []
         engine = self._built.engine
+        if engine.has_work:
+            raise RequestError("generate is running: call it again when it has returned, or make a second LLM")
         try:
             for item, sampling, rank in zip(items, params, ranks, strict=True):
                 name, arrival = f"request-{next(self._ids)}", time.perf_counter()
@@ -102,7 +104,9 @@ class LLM:
 
     def reset_prefix_cache(self, device_only: bool = False) -> int:
         """Forget cached blocks that nobody holds (``device_only``: lower tiers keep theirs); how many came free."""
-        self._built.engine.drain()
+        # Called from ``on_finished``, the steps of a drain would finish requests that nobody then hears of.
+        if not self._built.engine.has_work:
+            self._built.engine.drain()
         return self._built.hierarchy.core.drop_idle(device_only)
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ostinato.cache.kinds import ceil_div, contains
 from ostinato.cache.layout import CacheLayout, GroupSpec
-from ostinato.errors import ModelRefusedError
+from ostinato.errors import ModelRefusedError, OstinatoError
 from ostinato.ids import HOLE, RequestId, SlotId, Step
 from ostinato.runtime.arena import Arena
 from ostinato.runtime.runner import ModelRunner, PreparedModel
@@ -70,8 +70,10 @@ def reference(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None 
     """Run ``model`` as transformers loaded it.  To be called before attention and linears are replaced.
 
     The prompt is prose where there is a tokenizer: on random tokens a trained model is so unstable that two correct
-    bf16 kernels differ by half of the logits' spread; on prose, by a twentieth.
+    bf16 kernels differ by half of the logits' spread; on prose, by a twentieth.  Attention is the eager one: the plain
+    formula, where faster ones may leave out soft caps.
     """
+    model.set_attn_implementation("eager")
     count = _ENDS[-1] + _NEIGHBOUR_TOKENS
     ids = _random_tokens(model, count) if tokenizer is None else _prose_tokens(tokenizer, count)
     prompt, neighbour = ids[: _ENDS[-1]], ids[_ENDS[-1] :]
@@ -109,7 +111,16 @@ def settle(prepared: PreparedModel, layout: CacheLayout, expected: Reference) ->
 def check(prepared: PreparedModel, layout: CacheLayout, expected: Reference) -> Promise:
     """Compare the paged runtime with ``expected``.  Raises :class:`ModelRefusedError` when they differ for real."""
     trial = _Trial(prepared, layout, expected)
-    results = [trial.whole(), trial.chunked(), trial.batched(), trial.resumed()]
+    try:
+        results = [trial.whole(), trial.chunked(), trial.batched(), trial.resumed()]
+    except OstinatoError:
+        raise
+    except Exception as error:
+        # Whatever the model's own code does not like (a replaced module, a packed batch): it cannot run here.
+        raise ModelRefusedError(
+            f"{type(prepared.model).__name__} cannot be served: its forward pass failed over paged memory "
+            f"({type(error).__name__}: {error})"
+        ) from error
     tolerance = _TOLERANCE[prepared.specs.dtype]
     difference = max(distance(row, expected.logits[end - 1]) for result in results for end, row in result)
     if not difference <= tolerance:
