@@ -21,7 +21,8 @@ class EngineConfig:
 
     ``model``: ``gemma3-270m``, a folder, or a hub id.  ``kv_cache_memory``: bytes of the device pool, as a number or
     text such as ``2GiB``; ``num_gpu_blocks_override`` gives it in pages instead.  ``kv``: lower tiers from fast to
-    slow, such as ``("host:8GiB",)``.  ``check_invariants``: audit after every step and poison memory (slow; for tests).
+    slow, such as ``("host:8GiB",)``; a transfer that takes longer than its deadline is given up.
+    ``check_invariants``: audit after every step and poison memory (slow; for tests).
     """
 
     model: str
@@ -35,6 +36,7 @@ class EngineConfig:
     max_num_seqs: int = 64
     scheduling_policy: str = "fcfs"
     load_deadline_s: float = 30.0
+    store_deadline_s: float = 60.0
     check_invariants: bool = False
 
     def __post_init__(self) -> None:
@@ -44,10 +46,15 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
-        if not self.load_deadline_s > 0:
-            raise ConfigError(f"load_deadline_s must be a number of seconds above 0, not {self.load_deadline_s!r}")
-        if isinstance(self.kv, str):
-            raise ConfigError(f'kv is a list of tiers: write kv=["{self.kv}"]')
+        for name in ("load_deadline_s", "store_deadline_s"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+                raise ConfigError(f"{name} must be a number of seconds above 0, not {value!r}")
+        for name in ("enable_prefix_caching", "check_invariants"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        if not isinstance(self.kv, (list, tuple)) or not all(isinstance(tier, str) for tier in self.kv):
+            raise ConfigError(f'kv is a list of tiers such as ["host:8GiB"], not {self.kv!r}')
         if self.kv and not self.enable_prefix_caching:
             raise ConfigError("kv tiers do nothing without enable_prefix_caching")
 

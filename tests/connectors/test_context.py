@@ -22,8 +22,9 @@ class TestBorrowInEveryState:
         rig.add(session(1, 40), 3)
         rig.add(session(2, 40), 3)
         rig.step()
-        hook, subject, rows = tier.seen[-1]
+        hook, subject, rows = tier.seen[-2]
         assert (hook, subject) == ("commit", (NAMES[0], 40))
+        assert tier.calls[-1] == ("step_end", 1), "a step has ended when what it computed is committed"
         assert rows[NAMES[0]] == [list(row) for row in rig.cache.table(NAMES[0]).rows]
         assert rows[NAMES[1]] is None
 

@@ -248,7 +248,6 @@ def broken_call(*arguments: object) -> Any:
     raise RuntimeError("the store is gone")
 
 
-@pytest.mark.xfail(reason="an exception from a tier reaches the engine's step", strict=False)
 @pytest.mark.parametrize("break_it", [break_probe, break_offer, break_refuted, break_submit, answer_too_little])
 def test_a_tier_that_raises_is_a_miss(break_it: Callable[[ScriptedTier], None]) -> None:
     """Whatever a tier does, the worst case is recomputation."""

@@ -9,10 +9,10 @@ import torch
 import transformers as tf
 
 import tiny_models as tiny
+from ostinato import memory
 from ostinato.cache.kinds import Full, Window
 from ostinato.cache.layout import build_layout
 from ostinato.errors import CapacityError, ModelRefusedError
-from ostinato.runtime import arena as arena_module
 from ostinato.runtime.arena import Arena
 from ostinato.runtime.load import build_runtime, pages_within
 from ostinato.runtime.specs import CACHE_ARGUMENTS, probe_specs
@@ -156,8 +156,8 @@ def test_poison_and_copy() -> None:
 def test_a_pool_larger_than_the_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     specs = probe_specs(tiny.llama())
     layout = build_layout(specs.layers)
-    monkeypatch.setattr(arena_module, "available_memory", lambda: 2**30)
-    with pytest.raises(CapacityError, match=r"needs 2\.00 GiB.*1\.00 GiB"):
+    monkeypatch.setattr(memory, "available_memory", lambda: 2**30)
+    with pytest.raises(CapacityError, match=r"asks for 2\.00 GiB.*1\.00 GiB"):
         Arena(layout, specs, num_pages=2**31 // layout.page_bytes)
     with pytest.raises(CapacityError, match="no page"):
         pages_within(layout, layout.page_bytes - 1)

@@ -1,19 +1,22 @@
-"""Calls the hooks that connectors declare, and ends their borrows.
+"""Between the core's ports and connectors: nothing that a connector does may hurt the engine.
 
-Owns: the translation from the hierarchy's observer port to connectors.  A connector without hooks is not in any list.
-An exception in a hook is the connector's fault: it is logged once, and that connector gets no further hooks.
+Owns: the translation of the hierarchy's ports into calls of connectors, and the end of their borrows after each call.
+A connector without hooks is not in any list.  An exception is the connector's fault: it is logged, a hook's connector
+gets no further hooks, and a question that raised or was answered wrongly counts as *holds nothing*.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
+from ostinato.cache.keys import BlockKey
 from ostinato.connectors.api import Connector, Hook
 from ostinato.connectors.context import KVConnectorSchedulerContext
-from ostinato.ids import RequestId, Step
+from ostinato.ids import RequestId, Step, TierId
 
-log = logging.getLogger(__name__)
+log: Final = logging.getLogger(__name__)
 
 
 class HookCaller:
@@ -51,3 +54,44 @@ class HookCaller:
                         listeners.remove(connector)
             finally:
                 self._context.expire()
+
+
+class GuardedProbe:
+    """An asked connector as the hierarchy's :class:`~ostinato.cache.ports.Probe`."""
+
+    def __init__(self, connector: Connector, expire: Callable[[], None]) -> None:
+        self._connector = connector
+        self._expire = expire
+
+    @property
+    def tier(self) -> TierId:
+        return self._connector.tier
+
+    def probe(self, keys: Sequence[BlockKey]) -> Sequence[bool] | None:
+        return self._ask("probe", self._connector.probe, keys)
+
+    def offer(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        answer = self._ask("offer", self._connector.offer, keys)
+        return [False] * len(keys) if answer is None else answer
+
+    def refuted(self, keys: Sequence[BlockKey]) -> None:
+        try:
+            self._connector.refuted(keys)
+        except Exception:
+            log.exception("connector %s failed in refuted()", self.tier)
+        finally:
+            self._expire()
+
+    def _ask(
+        self, what: str, call: Callable[[Sequence[BlockKey]], Sequence[bool] | None], keys: Sequence[BlockKey]
+    ) -> Sequence[bool] | None:
+        try:
+            answer = call(keys)
+            if answer is None or len(answer) == len(keys):
+                return answer
+            log.error("connector %s answered %s() of %d keys with %d", self.tier, what, len(keys), len(answer))
+        except Exception:
+            log.exception("connector %s failed in %s(); counted as holding nothing", self.tier, what)
+        finally:
+            self._expire()
+        return [False] * len(keys)

@@ -6,24 +6,20 @@ of its own (``host_mover``).  Specification: ``host:8GiB`` (``?store=eager``, th
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 from ostinato.connectors.api import Capabilities, Connector, DevicePages, Mover, Ownership
 from ostinato.connectors.registry import TierSpec, parse_bytes
 from ostinato.errors import CapacityError, ConfigError
 from ostinato.ids import TierId
+from ostinato.memory import check_memory
 
 
 class HostConnector(Connector):
     """``budget`` bytes of host memory."""
 
     def __init__(self, budget: int, eager: bool = True) -> None:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if budget > memory:
-            raise CapacityError(
-                f"the host tier asks for {budget / 2**30:.1f} GiB, but this machine has {memory / 2**30:.1f} GiB"
-            )
+        check_memory("the host tier", budget)
         self.capabilities = Capabilities(TierId("host"), Ownership.OWNED, eager)
         self._budget = budget
         self._slots = 0

@@ -32,6 +32,7 @@ class HostMover:
         self._device = device
         self._notify = notify
         self._reports: deque[TransferReport] = deque()
+        self._pending: set[JobId] = set()
         self._cancelled: set[JobId] = set()
         self._queues: dict[JobKind, SimpleQueue[TransferOrder | None]] = {kind: SimpleQueue() for kind in JobKind}
         self._threads = [
@@ -42,17 +43,22 @@ class HostMover:
             thread.start()
 
     def submit(self, order: TransferOrder) -> None:
+        self._pending.add(order.job_id)
         self._queues[order.kind].put(order)
 
     def poll(self) -> list[TransferReport]:
         reports = []
         while self._reports:
             reports.append(self._reports.popleft())
+        ended = {report.job_id for report in reports}
+        self._pending -= ended
+        self._cancelled -= ended
         return reports
 
     def cancel(self, job_id: JobId) -> None:
         """A job that has not begun is dropped (and reported as failed); one that has begun finishes."""
-        self._cancelled.add(job_id)
+        if job_id in self._pending:
+            self._cancelled.add(job_id)
 
     def close(self) -> None:
         for queue in self._queues.values():
@@ -68,7 +74,6 @@ class HostMover:
     def _execute(self, order: TransferOrder) -> TransferReport:
         everything = tuple(range(len(order.moves)))
         if order.job_id in self._cancelled:
-            self._cancelled.discard(order.job_id)
             return TransferReport(order.job_id, failed=everything)
         start = time.perf_counter()
         try:

@@ -16,7 +16,7 @@ from ostinato.cache.table import BlockTable
 from ostinato.config import EngineConfig
 from ostinato.connectors.api import Connector, Ownership
 from ostinato.connectors.context import KVConnectorSchedulerContext
-from ostinato.connectors.hooks import HookCaller
+from ostinato.connectors.hooks import GuardedProbe, HookCaller
 from ostinato.connectors.registry import make_connector, parse_bytes
 from ostinato.engine.loop import Engine, Limits
 from ostinato.engine.startup import StartupReport, TierRow, group_rows
@@ -25,7 +25,7 @@ from ostinato.errors import CapacityError, ConfigError
 from ostinato.hierarchy.hierarchy import CacheHierarchy
 from ostinato.hierarchy.tiers import Core, CoreConfig, OwnedTier, StoreMode
 from ostinato.ids import DEVICE, RequestId, TierId
-from ostinato.runtime.arena import check_memory
+from ostinato.memory import check_memory
 from ostinato.runtime.device_pages import ArenaPages
 from ostinato.runtime.load import Runtime, make_worker
 from ostinato.runtime.worker import Worker
@@ -83,7 +83,7 @@ def _sizes(runtime: Runtime, config: EngineConfig) -> tuple[int, int]:
     layout, step = runtime.layout, config.max_num_batched_tokens
     pages = config.num_gpu_blocks_override
     if pages is None:
-        pages = _bytes("kv_cache_memory", config.kv_cache_memory) // layout.page_bytes
+        pages = device_bytes(config) // layout.page_bytes
     wanted = config.max_model_len or runtime.max_model_len
     if wanted > runtime.max_model_len:
         raise ConfigError(f"max_model_len={wanted}, but the model was made for {runtime.max_model_len} tokens at most")
@@ -94,39 +94,40 @@ def _sizes(runtime: Runtime, config: EngineConfig) -> tuple[int, int]:
             f"the device pool of {pages} pages ({pages * layout.page_bytes / 2**20:.1f} MiB) has no room for {what}: "
             f"kv_cache_memory must be at least {minimum * layout.page_bytes / 2**20:.1f} MiB ({minimum} pages)"
         )
-    check_memory(pages * layout.page_bytes)
+    check_memory("the device pool", pages * layout.page_bytes)
     return pages, wanted
 
 
-def _bytes(name: str, value: object) -> int:
+def device_bytes(config: EngineConfig) -> int:
+    """``kv_cache_memory`` as a number."""
+    value: object = config.kv_cache_memory
     if isinstance(value, str):
         return parse_bytes(value)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ConfigError(f"{name} is a size such as 2GiB, or a number of bytes, not {value!r}")
+        raise ConfigError(f"kv_cache_memory is a size such as 2GiB, or a number of bytes, not {value!r}")
     return value
 
 
 def _core(layout: CacheLayout, config: EngineConfig, pages: int, connectors: Sequence[Connector]) -> Core:
     directory = Directory()
     lower: dict[TierId, OwnedTier] = {}
-    asked: dict[TierId, Connector] = {}
+    order = (DEVICE, *(connector.tier for connector in connectors))
+    for tier in order:
+        if order.count(tier) > 1:
+            raise ConfigError(f"two tiers are called {tier!r}; each may be given once")
     for connector in connectors:
         tier = connector.tier
-        if tier == DEVICE or tier in lower or tier in asked:
-            raise ConfigError(f"two tiers are called {tier!r}; each may be given once")
         if connector.capabilities.ownership is Ownership.OWNED:
             mode = StoreMode.EAGER if connector.capabilities.eager else StoreMode.LAZY
             lower[tier] = OwnedTier(tier, connector.slots(layout.page_bytes), directory, mode)
-        else:
-            asked[tier] = connector
     core_config = CoreConfig(
         reuse=config.enable_prefix_caching,
         step_tokens=config.max_num_batched_tokens,
         load_deadline_s=config.load_deadline_s,
+        store_deadline_s=config.store_deadline_s,
     )
-    order = (DEVICE, *(connector.tier for connector in connectors))
     device = OwnedTier(DEVICE, pages, directory)
-    return Core(layout, core_config, directory, device, lower, asked, Book(), order)
+    return Core(layout, core_config, directory, device, lower, {}, Book(), order)
 
 
 def _seeder(runtime: Runtime) -> Callable[[str], bytes]:
@@ -137,13 +138,14 @@ def _seeder(runtime: Runtime) -> Callable[[str], bytes]:
             config=runtime.identity.config,
             dtype=runtime.identity.dtype,
             numerics=runtime.identity.numerics,
-            salt=salt.encode(),
+            salt=salt.encode("utf-8", "surrogatepass"),
         ).seed()
 
     return seed
 
 
 def _bind(connectors: Sequence[Connector], hierarchy: CacheHierarchy) -> None:
+    """Let the connectors see the scheduler's blocks, and the hierarchy ask those that must be asked."""
     core = hierarchy.core
 
     def table(request_id: RequestId) -> BlockTable | None:
@@ -151,6 +153,9 @@ def _bind(connectors: Sequence[Connector], hierarchy: CacheHierarchy) -> None:
         return request.table if request is not None else None
 
     context = KVConnectorSchedulerContext(table, core.device.pool, core.device.retention, core.directory)
+    for connector in connectors:
+        if connector.capabilities.ownership is not Ownership.OWNED:
+            core.asked[connector.tier] = GuardedProbe(connector, context.expire)
     caller = HookCaller(connectors, context)
     if caller.has_listeners:
         hierarchy.observers = (caller,)

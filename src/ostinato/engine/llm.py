@@ -7,6 +7,7 @@ Thread: one; a second thread needs an ``LLM`` of its own (they may share a loade
 from __future__ import annotations
 
 import itertools
+import operator
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any, Final, TypeAlias
 
 from ostinato.config import EngineConfig
 from ostinato.connectors.registry import make_connector
-from ostinato.engine.build import BuiltEngine, build_engine
+from ostinato.engine.build import BuiltEngine, build_engine, device_bytes
 from ostinato.engine.loop import Prompt
 from ostinato.engine.outputs import RequestOutput
 from ostinato.engine.startup import StartupReport
@@ -52,7 +53,9 @@ class LLM:
         config = _config(name, options)
         # Made before the weights are read: a mistake in a tier need not wait for them.
         tiers = [make_connector(text) for text in config.kv]
-        runtime = model if isinstance(model, Runtime) else load_runtime(name, config.dtype, progress=progress)
+        runtime = model if isinstance(model, Runtime) else _load(name, config, progress)
+        if "dtype" in options and config.dtype != runtime.identity.dtype:
+            raise ConfigError(f"the runtime was loaded in {runtime.identity.dtype}, not in {config.dtype}")
         self.runtime = runtime
         self.config = config
         self._built = build_engine(runtime, config, tiers)
@@ -150,10 +153,20 @@ class LLM:
 
     def _checked_ids(self, ids: Sequence[Any]) -> list[int]:
         size: int = self.runtime.prepared.model.config.get_text_config(decoder=True).vocab_size
+        checked = []
         for token in ids:
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < size:
+            number = -1 if isinstance(token, bool) or not hasattr(token, "__index__") else operator.index(token)
+            if not 0 <= number < size:
                 raise RequestError(f"prompt token ids are whole numbers from 0 to {size - 1}, not {token!r}")
-        return list(ids)
+            checked.append(number)
+        return checked
+
+
+def _load(name: str, config: EngineConfig, progress: Progress | None) -> Runtime:
+    """The model; the device budget is checked first where it is given in bytes, since reading weights takes time."""
+    in_bytes = config.num_gpu_blocks_override is None
+    budget = device_bytes(config) if in_bytes else 0
+    return load_runtime(name, config.dtype, budget, progress=progress)
 
 
 def _config(model: str, options: dict[str, Any]) -> EngineConfig:

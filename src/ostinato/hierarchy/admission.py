@@ -9,6 +9,7 @@ Why hold before taking: taking slots may evict idle ones, and the hit's own bloc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 
 from ostinato.cache.directory import Place
@@ -46,10 +47,7 @@ class Admitter:
             return self._park(request, set(), request.probing_until or 0.0)
         tiers = [tier for tier in core.lower if tier not in request.denied]
         presence = Presence(core.directory, core.layout, request.chain, tiers, overlays)
-        # The last token is always computed: its logits are what the request is for.
-        hit = presence.plan(len(request.tokens) - 1 if core.config.reuse else 0)
-        plan = plan_admission(core.layout, hit)
-        needs = self._needs(request, plan)
+        plan, needs = self._plan(request, presence)
         short_by = needs + self._reserved() - core.device.pool.available
         if short_by > 0:
             # Until that much is available, or something new is cached, there is no point in matching again.
@@ -57,7 +55,7 @@ class Admitter:
             return NoRoom(short_by)
         request.needs = 0
         jobs = self._hold(request, plan, step)
-        self._mark(request, hit)
+        self._mark(request, plan.hit)
         if jobs or plan.joins:
             return self._park(request, jobs | plan.joins, self._clock() + core.config.load_deadline_s)
         return Ready(request.hit)
@@ -93,6 +91,23 @@ class Admitter:
             for ordinal in range((len(request.tokens) - 1) // spec.hash_unit):
                 yield BlockKey(spec.group, request.chain.digest(spec.hash_unit, ordinal))
 
+    def _plan(self, request: Residency, presence: Presence) -> tuple[AdmissionPlan, int]:
+        """The longest hit that fits an empty pool, and the pages that it needs.
+
+        A hit that ends inside a page holds two of them, the source and the private copy; in a pool that has just room
+        for the prompt that may be one too many for ever, so a cut between pages is tried, and then no hit at all.
+        """
+        core = self._core
+        between_pages = math.lcm(*(spec.page_tokens for spec in core.layout.groups))
+        # The last token is always computed: its logits are what the request is for.
+        cap = len(request.tokens) - 1 if core.config.reuse else 0
+        for limit in (cap, cap // between_pages * between_pages, 0):
+            plan = plan_admission(core.layout, presence.plan(limit))
+            needs = self._needs(request, plan)
+            if needs <= core.device.pool.capacity:
+                break
+        return plan, needs
+
     def _needs(self, request: Residency, plan: AdmissionPlan) -> int:
         """Available pages that the whole prompt takes: new ones, and shared ones that are idle now."""
         core = self._core
@@ -121,7 +136,7 @@ class Admitter:
         lease = pool.share(plan.shared_slots, owner)
         copied = plan.copied_slots
         copy_lease = pool.share(copied, f"copy for {request.request_id}") if copied else None
-        sources = {tier: self._hold_sources(tier, plan, request) for tier in self._tiers_of(plan)}
+        sources = {tier: self._hold_sources(tier, plan, request) for tier in _lower_tiers(plan)}
         taken = pool.take(plan.private_pages, owner)
         assert taken is not None, "room was checked"
         fresh = iter(list(taken.slots))
@@ -144,9 +159,6 @@ class Admitter:
         request.committed = [plan.hit.tokens // spec.hash_unit for spec in core.layout.groups]
         request.hit = self._report(plan, moves)
         return {self._order(tier, moves[tier], sources[tier], lease, step) for tier in moves}
-
-    def _tiers_of(self, plan: AdmissionPlan) -> set[TierId]:
-        return {source.tier for page in plan.pages for _, source in page.units} - {DEVICE}
 
     def _hold_sources(self, tier: TierId, plan: AdmissionPlan, request: Residency) -> Lease | None:
         owned = self._core.lower.get(tier)
@@ -211,3 +223,7 @@ class Admitter:
         self._tickets += 1
         request.ticket = Parked(TicketId(self._tickets), deadline, set(jobs))
         return request.ticket
+
+
+def _lower_tiers(plan: AdmissionPlan) -> set[TierId]:
+    return {source.tier for page in plan.pages for _, source in page.units} - {DEVICE}

@@ -106,8 +106,11 @@ class CacheHierarchy:
         table = _table(request)
         request.computed = computed
         if self.core.config.reuse:
-            self._stores.offer(self._boundaries.publish(request, table), step)
-            self._stores.offer(self._boundaries.mark_prompt_end(request), step)
+            published = self._boundaries.publish(request, table)
+            # Marked before anything is offered, so that boundaries come first when there is not room for all.
+            marked = self._boundaries.mark_prompt_end(request)
+            self._stores.offer(published, step)
+            self._stores.secure(marked, step)
         for observer in self.observers:
             observer.on_commit(request_id, computed)
         table.trim(computed, fence=step)
@@ -170,7 +173,7 @@ class CacheHierarchy:
             observer.on_release(request.request_id)
         table, request.table = request.table, None
         if self.core.config.reuse and request.computed:
-            self._stores.offer(self._boundaries.close(request), self.step)
+            self._stores.secure(self._boundaries.close(request), self.step)
         table.lease.release(fence)
         request.computed = 0
 

@@ -1,8 +1,9 @@
 """Copying blocks to lower tiers: when they fill (eager), or when the device is about to evict them (lazy).
 
 Owns: what is offered to which tier, and the share of the device that stores may pin.  Does not own: what a report
-means (``settlement``).  A store is never owed: one that finds no room is skipped, and the block gets another chance as
-a boundary, and once more before the device evicts it.  Thread: the scheduler's only.
+means (``settlement``).  A store is never owed: one that finds no room is skipped.  An owned tier gets another chance
+when the block turns out to be a boundary, and once more before the device evicts it; an asked tier is offered a block
+once, when it fills.  Thread: the scheduler's only.
 """
 
 from __future__ import annotations
@@ -30,18 +31,23 @@ class Stores:
         self._clock = clock
 
     def offer(self, entries: Sequence[Entry], step: Step) -> None:
-        """Blocks that just became full, or boundaries: eager tiers and asked tiers take them now."""
+        """Blocks that just became full: eager tiers and asked tiers take them now."""
+        self.secure(entries, step)
         entries = [entry for entry in entries if self._is_storable(entry)]
         if not entries:
             return
-        for tier in self._core.lower.values():
-            if tier.mode is StoreMode.EAGER:
-                self._store(tier, entries, step)
         for tier_id, probe in self._core.asked.items():
             wanted = probe.offer([entry.key for entry in entries])
             pages = self._pages(entry for entry, wants in zip(entries, wanted, strict=True) if wants)
             if pages:
                 self._order(tier_id, [(entry, HOLE) for page in pages for entry in page], None, step)
+
+    def secure(self, entries: Sequence[Entry], step: Step) -> None:
+        """Blocks that turned out to be boundaries: eager tiers take what they do not have yet."""
+        storable = [entry for entry in entries if self._is_storable(entry)]
+        for tier in self._core.lower.values():
+            if storable and tier.mode is StoreMode.EAGER:
+                self._store(tier, storable, step)
 
     def demote(self, step: Step) -> None:
         """Under pressure, copy what the device would evict next and no owned tier below holds."""

@@ -73,7 +73,7 @@ class Core:
     directory: Directory
     device: OwnedTier
     lower: Mapping[TierId, OwnedTier]
-    asked: Mapping[TierId, Probe]
+    asked: dict[TierId, Probe]
     book: Book
     order: tuple[TierId, ...] = field(default=(DEVICE,))
     """All tiers from fast to slow."""

@@ -20,27 +20,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-import psutil
 import torch
 
 from ostinato.cache.layout import ALIGNMENT, CacheLayout, GroupSpec
-from ostinato.errors import CapacityError
 from ostinato.ids import SlotId
+from ostinato.memory import check_memory
 from ostinato.runtime.attention import KVPages
 from ostinato.runtime.specs import LayerGeometry, ModelSpecs
 from ostinato.scheduler.plan import PageCopy
 
-_MEMORY_LIMITS: Final = (
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (
-        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-        Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ),
-)
 _NAN: Final = float("nan")
 
 
@@ -59,7 +50,7 @@ class Arena:
     """
 
     def __init__(self, layout: CacheLayout, specs: ModelSpecs, num_pages: int, poison: bool = False) -> None:
-        check_memory(num_pages * layout.page_bytes)
+        check_memory("the device pool", num_pages * layout.page_bytes)
         self.layout = layout
         self.num_pages = num_pages
         self._dtype = specs.dtype
@@ -115,25 +106,3 @@ def _aligned(num_pages: int, page_bytes: int) -> torch.Tensor:
     memory = torch.zeros(size + ALIGNMENT, dtype=torch.uint8)
     skip = -memory.data_ptr() % ALIGNMENT
     return memory[skip : skip + size].view(num_pages, page_bytes)
-
-
-def check_memory(wanted: int) -> None:
-    """Raise :class:`CapacityError`, with both numbers, when fewer than ``wanted`` bytes are free."""
-    free = available_memory()
-    if wanted > free:
-        raise CapacityError(
-            f"the KV cache needs {wanted / 2**30:.2f} GiB, but this machine has {free / 2**30:.2f} GiB of free memory; "
-            "lower the device cache budget"
-        )
-
-
-def available_memory() -> int:
-    """Bytes that can be allocated now: what the system has, or what the control group still allows if that is less."""
-    free = int(psutil.virtual_memory().available)
-    for limit, used in _MEMORY_LIMITS:
-        try:
-            room = int(limit.read_text()) - int(used.read_text())
-        except (OSError, ValueError):  # no such control group, or "max": no limit
-            continue
-        free = min(free, max(0, room))
-    return free

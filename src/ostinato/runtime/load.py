@@ -23,9 +23,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ostinato.cache.layout import CacheLayout, build_layout
 from ostinato.errors import CapacityError, ConfigError
 from ostinato.ids import TierId
+from ostinato.memory import check_memory
 from ostinato.runtime import native, selfcheck
 from ostinato.runtime.activation import align_activations
-from ostinato.runtime.arena import Arena, check_memory
+from ostinato.runtime.arena import Arena
 from ostinato.runtime.attention import select_backend
 from ostinato.runtime.attention_hook import install
 from ostinato.runtime.linear import make_invariant
@@ -87,7 +88,7 @@ def load_runtime(
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
-    check_memory(device_budget)
+    check_memory("the device pool", device_budget)
     files = resolve(model, progress=progress)
     weights = weights_digest(files, progress)
     loaded = load_model(files, getattr(torch, dtype))

@@ -12,15 +12,19 @@ Thread: ``execute`` and ``wait`` on the engine's one worker thread; ``notify`` f
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, Protocol, TypeVar
 
 from ostinato.ids import JobId, Step, TierId
 from ostinato.runtime.arena import Arena
 from ostinato.runtime.runner import ModelRunner
 from ostinato.scheduler.plan import StepPlan, StepResult
 from ostinato.transfer.job import TransferOrder, TransferReport
+
+log: Final = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class MoverPort(Protocol):
@@ -52,6 +56,7 @@ class Worker:
         self._movers = dict(movers)
         self._jobs: dict[JobId, TierId] = {}
         self._later: list[TransferOrder] = []
+        self._refused: list[TransferReport] = []
         self._arrived = threading.Event()
 
     def attach(self, tier: TierId, mover: MoverPort) -> None:
@@ -90,16 +95,30 @@ class Worker:
         self._later = [order for order in self._later if order.after_step > finished]
         for order in ready:
             self._jobs[order.job_id] = order.tier
-            self._movers[order.tier].submit(order)
+            try:
+                self._movers[order.tier].submit(order)
+            except Exception:
+                log.exception("tier %s refused job %d; its blocks are computed again", order.tier, order.job_id)
+                self._refused.append(TransferReport(order.job_id, failed=tuple(range(len(order.moves)))))
 
     def _cancel(self, job_id: JobId) -> None:
         if (tier := self._jobs.get(job_id)) is not None:
-            self._movers[tier].cancel(job_id)
+            self._guarded(tier, lambda: self._movers[tier].cancel(job_id))
 
     def _collect(self) -> tuple[TransferReport, ...]:
         # Cleared before polling: a report that arrives in between sets it again and is found next time.
         self._arrived.clear()
-        reports = [report for mover in self._movers.values() for report in mover.poll()]
+        reports, self._refused = self._refused, []
+        for tier, mover in self._movers.items():
+            reports.extend(self._guarded(tier, mover.poll) or ())
         for report in reports:
             self._jobs.pop(report.job_id, None)
         return tuple(reports)
+
+    def _guarded(self, tier: TierId, call: Callable[[], T]) -> T | None:
+        """A mover that raises is as good as one that says nothing: its jobs run into their deadlines."""
+        try:
+            return call()
+        except Exception:
+            log.exception("the mover of tier %s failed", tier)
+            return None

@@ -47,6 +47,8 @@ class Scheduler:
         """READY and RUNNING, in policy order."""
         self._step = Step(0)
         self._in_flight: StepPlan | None = None
+        self._computing: list[Request] = []
+        """The requests of the plan in flight; one of them may have finished, and its id be in use again."""
         self._finished: list[RequestId] = []
         self._starved_since: float | None = None
 
@@ -77,6 +79,7 @@ class Scheduler:
         if waiting_may_enter:
             self._plan_waiting(chosen, budget)
         copies: list[PageCopy] = []
+        self._computing = [request for request, _ in chosen]
         sequences = tuple(self._sequence(request, count, copies) for request, count in chosen)
         transfers, cancelled = self.cache.dispatch()
         finished, self._finished = tuple(self._finished), []
@@ -87,19 +90,17 @@ class Scheduler:
         """Take in what a step did; returns the sampled tokens of requests that are still alive."""
         plan, self._in_flight = self._in_flight, None
         assert plan is not None and plan.step == result.step, "results come in order, one per plan"
-        for woken in self.cache.settle(result.step, result.reports):
-            self._wake(self.requests[woken.request_id], woken.ok)
+        alive = {request.request_id for request in self._computing if request.phase is Phase.RUNNING}
         for sequence in plan.sequences:
-            request = self.requests.get(sequence.request_id)
-            if request is not None and request.phase is Phase.RUNNING:
+            if sequence.request_id in alive:
+                request = self.requests[sequence.request_id]
                 request.computed = sequence.start + len(sequence.tokens)
                 self.cache.commit(request.request_id, request.computed, result.step)
-        tokens = []
-        for sampled in result.sampled:
-            request = self.requests.get(sampled.request_id)
-            if request is not None:
-                request.tokens.append(sampled.token)
-                tokens.append((request.request_id, sampled.token))
+        tokens = [(item.request_id, item.token) for item in result.sampled if item.request_id in alive]
+        for request_id, token in tokens:
+            self.requests[request_id].tokens.append(token)
+        for woken in self.cache.settle(result.step, result.reports):
+            self._wake(self.requests[woken.request_id], woken.ok)
         return tokens
 
     def starved(self) -> RequestId | None:
