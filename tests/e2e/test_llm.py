@@ -237,3 +237,17 @@ def test_the_command_prints_text(real_bf16: Runtime) -> None:
     assert not lines.stderr
     assert "The capital of France is" in lines.stdout
     assert "One, two, three, four" in lines.stdout
+
+
+def test_stats_add_up(tiny_fp32: Runtime) -> None:
+    with make_llm(tiny_fp32, kv=["host:8MiB"]) as llm:
+        llm.generate([[5, 6, 7] * 30, [9] * 70], greedy(4))
+        llm.reset_prefix_cache(device_only=True)
+        loaded = llm.generate([5, 6, 7] * 30, greedy(4))[0].bytes_loaded
+        stats = llm.stats()
+    assert stats.bytes_loaded == loaded > 0
+    assert stats.bytes_stored >= loaded
+    assert [tier.tier for tier in stats.tiers] == ["device", "host"]
+    for tier in stats.tiers:
+        assert tier.free + tier.idle + tier.held + tier.limbo + tier.quarantine == tier.blocks
+        assert tier.quarantine == tier.limbo == 0

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
+from typing import Final
 
 import torch
 
@@ -21,7 +22,7 @@ from ostinato.connectors.api import DevicePages
 from ostinato.ids import JobId
 from ostinato.transfer.job import JobKind, Move, TransferOrder, TransferReport
 
-log = logging.getLogger(__name__)
+log: Final = logging.getLogger(__name__)
 
 
 class HostMover:

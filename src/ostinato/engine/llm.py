@@ -22,6 +22,8 @@ from ostinato.engine.loop import Prompt
 from ostinato.engine.outputs import RequestOutput
 from ostinato.engine.startup import StartupReport
 from ostinato.errors import ConfigError, RequestError
+from ostinato.hierarchy.stats import snapshot
+from ostinato.observe.stats import CacheStats
 from ostinato.runtime.load import Runtime, load_runtime
 from ostinato.runtime.models import Progress
 from ostinato.sampling_params import SamplingParams
@@ -111,6 +113,10 @@ class LLM:
         if not self._built.engine.has_work:
             self._built.engine.drain()
         return self._built.hierarchy.core.drop_idle(device_only)
+
+    def stats(self) -> CacheStats:
+        """Blocks by tier and state, and what was transferred since start."""
+        return snapshot(self._built.hierarchy.core)
 
     def close(self) -> None:
         """Stop the tiers' threads.  Calling it again does nothing."""

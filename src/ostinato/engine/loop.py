@@ -7,10 +7,11 @@ Owns: a request's text, times and end.  Does not own: scheduling (``scheduler``)
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 from ostinato.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from ostinato.engine.text import OutputText, Vocabulary
@@ -22,7 +23,9 @@ from ostinato.scheduler.request import Request
 from ostinato.scheduler.scheduler import Scheduler
 from ostinato.transfer.job import JobState
 
-IDLE_WAIT_S = 0.05
+log: Final = logging.getLogger(__name__)
+
+IDLE_WAIT_S: Final = 0.05
 """How long a step without work waits for a mover before it looks again."""
 
 
@@ -200,7 +203,18 @@ class Engine:
             return None
         del self._live[live.request.request_id]
         self.scheduler.finish(live.request.request_id)
-        return _output(live, now)
+        output = _output(live, now)
+        log.info(
+            "%s finished (%s): %d prompt tokens, reused %s, %d generated, first token after %.0f ms, %d preemptions",
+            output.request_id,
+            step.finish_reason,
+            len(output.prompt_token_ids),
+            output.cached_by_tier or "none",
+            len(live.tokens),
+            output.metrics.ttft_s * 1e3,
+            output.metrics.preemptions,
+        )
+        return output
 
     def _idle(self) -> None:
         starved = self.scheduler.starved()

@@ -19,6 +19,8 @@ from ostinato.transfer.job import JobKind, JobState, Move, TransferJob, Transfer
 class BookStats:
     """Totals since start."""
 
+    bytes_loaded: int = 0
+    bytes_stored: int = 0
     late_reports: int = 0
     duplicate_reports: int = 0
     in_doubt: int = 0
@@ -80,10 +82,18 @@ class Book:
         if len(job.reported) < self._world_size:
             return None
         del self._open[report.job_id]
-        self.stats.failed_moves += len(job.failed)
+        self._count(job)
         if job.state is JobState.STARTED:
             job.state = JobState.FAILED if job.failed else JobState.DONE
         return job
+
+    def _count(self, job: TransferJob) -> None:
+        self.stats.failed_moves += len(job.failed)
+        moved = sum(move.length for index, move in enumerate(job.order.moves) if index not in job.failed)
+        if job.order.kind is JobKind.LOAD:
+            self.stats.bytes_loaded += moved
+        else:
+            self.stats.bytes_stored += moved
 
     def expire(self, now: float) -> list[TransferJob]:
         """Jobs whose deadline has passed: IN_DOUBT, slots in quarantine until the last report arrives."""

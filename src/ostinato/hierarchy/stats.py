@@ -1,0 +1,43 @@
+"""A snapshot of the hierarchy's numbers.
+
+Owns: reading them together.  Costs a walk over all slots: for dashboards and tests, not for every step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from ostinato.cache.pool import SlotState
+from ostinato.hierarchy.tiers import Core, OwnedTier
+from ostinato.ids import SlotId
+from ostinato.observe.stats import CacheStats, TierStats
+
+
+def snapshot(core: Core) -> CacheStats:
+    book = core.book.stats
+    return CacheStats(
+        tiers=tuple(_tier(tier) for tier in (core.device, *core.lower.values())),
+        keys=len(core.directory),
+        open_transfers=len(core.book),
+        bytes_loaded=book.bytes_loaded,
+        bytes_stored=book.bytes_stored,
+        failed_moves=book.failed_moves,
+        in_doubt=book.in_doubt,
+        late_reports=book.late_reports,
+        revoked=book.revoked,
+    )
+
+
+def _tier(tier: OwnedTier) -> TierStats:
+    pool = tier.pool
+    states = Counter(pool.state(SlotId(slot)) for slot in range(pool.capacity))
+    return TierStats(
+        tier.tier,
+        pool.capacity,
+        free=states[SlotState.FREE],
+        idle=states[SlotState.IDLE],
+        held=states[SlotState.HELD],
+        limbo=states[SlotState.LIMBO],
+        quarantine=states[SlotState.QUARANTINE],
+        evictions=tier.retention.evictions,
+    )
