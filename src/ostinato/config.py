@@ -11,7 +11,7 @@ from typing import Final
 
 from ostinato.errors import ConfigError
 
-DTYPES: Final = ("bfloat16", "float32")
+DTYPES: Final = ("auto", "bfloat16", "float32")
 POLICIES: Final = ("fcfs", "priority")
 
 
@@ -19,14 +19,15 @@ POLICIES: Final = ("fcfs", "priority")
 class EngineConfig:
     """What a user can set.
 
-    ``model``: ``gemma3-270m``, a folder, or a hub id.  ``kv_cache_memory``: bytes of the device pool, as a number or
+    ``model``: ``gemma3-270m``, a folder, or a hub id.  ``dtype``: ``auto`` is bfloat16 where the processor computes in
+    it, else float32 (which is then faster).  ``kv_cache_memory``: bytes of the device pool, as a number or
     text such as ``2GiB``; ``num_gpu_blocks_override`` gives it in pages instead.  ``kv``: lower tiers from fast to
     slow, such as ``("host:8GiB",)``; a transfer that takes longer than its deadline is given up.
     ``check_invariants``: audit after every step and poison memory (slow; for tests).
     """
 
     model: str
-    dtype: str = "bfloat16"
+    dtype: str = "auto"
     max_model_len: int | None = None
     kv_cache_memory: int | str = "1GiB"
     num_gpu_blocks_override: int | None = None

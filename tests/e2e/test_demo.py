@@ -15,7 +15,7 @@ from ostinato.engine.outputs import CompletionOutput, RequestMetrics, RequestOut
 from ostinato.errors import ConfigError
 from ostinato.serve.demo.prompts import GREETING, GREETING_TAIL, greetings, needle, needle_answer
 from ostinato.serve.demo.report import Row, print_rows, write_json
-from ostinato.serve.demo.run import DemoOptions, _common_prefix, run_demo
+from ostinato.serve.demo.run import DemoOptions, _common_prefix, row_names, run_demo
 
 
 def output(token_ids: tuple[int, ...] = (5, 6), digest: str = "aa", cached: int = 0) -> RequestOutput:
@@ -111,6 +111,20 @@ def test_the_needle_is_in_the_shared_part_and_only_once() -> None:
 )
 def test_common_prefix(one: list[int], other: list[int], length: int) -> None:
     assert _common_prefix(one, other) == length
+
+
+@pytest.mark.parametrize(
+    ("tiers", "names"),
+    [
+        (["host:2GiB"], ["host"]),
+        (["host:2GiB", "host:1GiB"], ["host", "host:1GiB"]),
+        (["host:2GiB", "host:2GiB?store=lazy", "other"], ["host", "host:2GiB?store=lazy", "other"]),
+        (["host:2GiB", "other?a=1", "other:x"], ["host", "other", "other:x"]),
+        (["host:2GiB", "device:x", "cold:x", "needle-host:x"], ["host", "device:x", "cold:x", "needle-host:x"]),
+    ],
+)
+def test_no_two_rows_have_one_name(tiers: list[str], names: list[str]) -> None:
+    assert row_names(tiers) == names
 
 
 def test_mistakes_show_before_the_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from ostinato.cache.kinds import Full, Window
 from ostinato.cache.layout import build_layout
 from ostinato.errors import CapacityError, ModelRefusedError
 from ostinato.runtime.arena import Arena
-from ostinato.runtime.load import build_runtime, pages_within
+from ostinato.runtime.load import build_runtime, computes_in_bfloat16, pages_within
 from ostinato.runtime.specs import CACHE_ARGUMENTS, probe_specs
 
 
@@ -207,3 +208,13 @@ def test_dynamic_rope_is_served_below_its_original_length_only() -> None:
     assert build_runtime(tiny.llama(rope_parameters=rope), max_model_len=4096).promise.bitwise
     with pytest.raises(ModelRefusedError, match="max_model_len"):
         build_runtime(tiny.llama(rope_parameters=rope), max_model_len=4097)
+
+
+@pytest.mark.parametrize(
+    ("flags", "answer"),
+    [("flags : avx512f avx512_bf16 gfni", True), ("Features : fp asimd bf16 i8mm", True), ("flags : avx2 fma", False)],
+)
+def test_auto_dtype_asks_the_processor(tmp_path: Path, flags: str, answer: bool) -> None:
+    (tmp_path / "cpuinfo").write_text(flags)
+    assert computes_in_bfloat16(tmp_path / "cpuinfo") is answer
+    assert not computes_in_bfloat16(tmp_path / "missing")

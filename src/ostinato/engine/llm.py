@@ -56,7 +56,7 @@ class LLM:
         # Made before the weights are read: a mistake in a tier need not wait for them.
         tiers = [make_connector(text) for text in config.kv]
         runtime = model if isinstance(model, Runtime) else _load(name, config, progress)
-        if "dtype" in options and config.dtype != runtime.identity.dtype:
+        if config.dtype not in ("auto", runtime.identity.dtype):
             raise ConfigError(f"the runtime was loaded in {runtime.identity.dtype}, not in {config.dtype}")
         self.runtime = runtime
         self.config = config

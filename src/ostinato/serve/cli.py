@@ -56,7 +56,7 @@ def generate(
     top_k: Annotated[int, typer.Option(help="Sample from this many most probable tokens; 0 is off.")] = 0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop at this text; repeat it.")] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
     kv: Tiers = None,
     kv_cache_memory: Annotated[str, typer.Option(help="Memory of the device pool.")] = "1GiB",
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")] = None,
@@ -87,10 +87,14 @@ def generate(
 
 
 def _generate(model: str, prompts: list[str], sampling: Any, options: dict[str, Any], console: Console) -> None:
-    from ostinato.engine.llm import LLM
+    from ostinato.config import EngineConfig
+    from ostinato.serve.early import check_early
     from ostinato.serve.tables import Bars, print_startup
 
     bars = Bars(console)
+    check_early(EngineConfig(model=model, **options), bars)
+    from ostinato.engine.llm import LLM
+
     with LLM(model, progress=bars, **options) as llm:
         print_startup(llm.startup, console)
         bars.start(len(prompts), "generating")
@@ -118,10 +122,17 @@ def demo(
     json: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
 ) -> None:
     """Show a hybrid model's evicted prompt coming back from a lower tier, bit for bit."""
+    from ostinato.config import EngineConfig
+    from ostinato.serve.early import check_early
+    from ostinato.serve.tables import Bars
+
+    console = Console(stderr=True)
+    # The demo sizes its device pool by its prompts.
+    check_early(EngineConfig(model=model, dtype=dtype, kv=tuple(kv or ()), kv_cache_memory=0), Bars(console))
     from ostinato.serve.demo.run import DemoOptions, run_demo
 
     options = DemoOptions(model=model, dtype=dtype, full=full, extra_tiers=tuple(kv or ()), json_path=json)
-    if not run_demo(options, Console(stderr=True)):
+    if not run_demo(options, console):
         raise typer.Exit(1)
 
 

@@ -8,6 +8,8 @@ For each scenario and tier::
     device     stored, asked, asked                 the prefix is in the device pool
     <tier>     stored, evicting prompts, asked      it was evicted, and comes back from the tier
     <tier>-same   then evicting prompts, stored     the whole stored prompt comes back
+
+``<tier>`` is the connector's name; where rows have that name already, the whole specification.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from ostinato.connectors.registry import make_connector
+from ostinato.connectors.registry import make_connector, parse_spec
 from ostinato.engine.llm import LLM
 from ostinato.engine.outputs import RequestOutput
 from ostinato.errors import ConfigError
@@ -73,16 +75,15 @@ def run_demo(options: DemoOptions, console: Console) -> bool:
     demo.pages = _pool_pages(runtime, greeting.evicting[-1])
     bars.start(6 + 11 * len(tiers), "running")
     _run_cold(demo, [(greeting.asked, "cold"), (greeting.stored, ""), (facts.asked, "needle-cold")])
-    for index, tier in enumerate(tiers):
+    for tier, name in zip(tiers, row_names(tiers), strict=True):
         with _llm(demo, kv=[tier]) as llm:
-            if not index:
+            if tier == tiers[0]:
                 bars.finish()
                 print_startup(llm.startup, console)
                 _explain(console)
                 bars.start(6 + 11 * len(tiers), "running")
                 _warm_up(llm)
                 _run_device(demo, llm, greeting)
-            name = tier.partition(":")[0]
             _run_tier(demo, llm, greeting, name, f"{name}-same")
             _run_tier(demo, llm, facts, f"needle-{name}", "")
     bars.finish()
@@ -90,6 +91,23 @@ def run_demo(options: DemoOptions, console: Console) -> bool:
     if options.json_path is not None:
         write_json(options.json_path, demo.rows)
     return all(row.identical and row.cached_tokens == row.expected_tokens for row in demo.rows)
+
+
+def row_names(tiers: Sequence[str]) -> list[str]:
+    """A name for each tier's rows, unlike those of all other rows: its connector's, or else the whole specification."""
+    names: list[str] = []
+    taken = {"cold", "device", "needle-cold"}
+    for tier in tiers:
+        name = parse_spec(tier).name
+        if not taken.isdisjoint(_rows_of(name)):
+            name = tier
+        taken |= _rows_of(name)
+        names.append(name)
+    return names
+
+
+def _rows_of(name: str) -> set[str]:
+    return {name, f"{name}-same", f"needle-{name}"}
 
 
 def _check_early(tiers: Sequence[str], json_path: Path | None) -> None:

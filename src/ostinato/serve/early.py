@@ -1,0 +1,23 @@
+"""Mistakes that are told at once, before torch and transformers are imported, which takes seconds.
+
+Owns: asking the light parts first.  Does not own: the checks; ``LLM`` makes all of them again.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from ostinato.config import EngineConfig
+from ostinato.connectors.registry import make_connector, parse_bytes
+from ostinato.memory import check_memory
+from ostinato.runtime.models import Progress, resolve
+
+
+def check_early(config: EngineConfig, progress: Progress) -> None:
+    """Raise what is wrong with the budget, the tiers or the model's name.  A known model's first use converts it."""
+    memory = config.kv_cache_memory
+    check_memory("the device pool", parse_bytes(memory) if isinstance(memory, str) else memory)
+    for tier in config.kv:
+        make_connector(tier).close()
+    # Results alone go to stdout.
+    resolve(config.model, lambda text: print(text, file=sys.stderr), progress)
