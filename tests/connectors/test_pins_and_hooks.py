@@ -217,7 +217,7 @@ def borrow_seconds(blocks: int) -> float:
     """Least time of a borrow of everything and of a slice, for a request of ``blocks`` blocks."""
     pool, retention, directory = make_pool(blocks)
     table = BlockTable(NAMES[0], layout_of(Full()).groups, pool.take(blocks, "table"))
-    table.extend_row(0, list(table.lease.slots))
+    table.rows[0].extend(table.lease.slots)
     context = KVConnectorSchedulerContext({NAMES[0]: table}.get, pool, retention, directory)
     best = 1.0
     for _ in range(200):

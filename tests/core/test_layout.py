@@ -42,7 +42,7 @@ def test_any_model_gets_a_sound_layout(
         members = [layers[layer] for layer in spec.layers]
         assert {layer.kind for layer in members} == {spec.kind}
         assert len({layer.parts for layer in members}) == 1
-        assert spec.unit_bytes == unit * sum(layer.token_bytes for layer in members)
+        assert spec.unit_bytes == unit * sum(sum(layer.parts) for layer in members)
 
 
 def test_gemma_3_270m_wastes_nothing() -> None:

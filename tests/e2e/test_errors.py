@@ -216,6 +216,27 @@ def test_the_command(arguments: list[str], words: str) -> None:
     assert words in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["gemma3-271m"], "UnknownModelError"),
+        (["gemma3-270m", "--kv", "disc:1GiB"], "UnknownConnectorError"),
+        (["gemma3-270m", "--kv-cache-memory", "100TiB"], "CapacityError"),
+        (["gemma3-270m", "--dtype", "float16"], "ConfigError"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_can_be_told_at_once_does_not_wait_for_torch(arguments: list[str], error: str) -> None:
+    code = (
+        "import sys; from ostinato.serve.cli import app\n"
+        "try: app(standalone_mode=False)\n"
+        "except Exception as error: print(type(error).__name__, 'torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, "generate", *arguments, "-p", "x"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split() == [error, "False"], done
+
+
 def test_an_unknown_flag_is_a_usage_error() -> None:
     done = run_command("generate", "gemma3-270m", "--no-such-flag")
     assert done.returncode == 2

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from e2e.support import UNIT, Oracle, assert_at_rest, greedy, make_llm, same, settle, tokens
 from e2e.test_errors import run_command
+from ostinato.connectors.api import Capabilities, Ownership
+from ostinato.connectors.host import HostConnector
 from ostinato.engine.llm import LLM
 from ostinato.engine.outputs import RequestOutput
 from ostinato.errors import RequestError
+from ostinato.ids import TierId
 from ostinato.runtime.load import Runtime
 from ostinato.sampling_params import SamplingParams
 
@@ -198,6 +202,67 @@ def test_a_callback_may_reset_but_not_generate(llm: LLM, cold_fp32: Oracle) -> N
     with pytest.raises(RequestError, match="generate is running"):
         llm.generate(prompts, [greedy(1), greedy(9)], on_finished=lambda output: llm.generate(tokens(5)) and None)
     assert not llm.built.engine.has_work
+
+
+def test_a_callback_that_aborts_others_does_not_keep_the_batch_waiting_for_ever(llm: LLM, cold_fp32: Oracle) -> None:
+    engine = llm.built.engine
+
+    def abort_all(output: object) -> None:
+        for name in [str(name) for name in engine.scheduler.requests]:
+            engine.abort(name)
+
+    with pytest.raises(RequestError, match="aborted"):
+        llm.generate([tokens(20), tokens(60)], [greedy(1), greedy(9)], on_finished=abort_all)
+    assert same(llm.generate(tokens(60), greedy(9))[0], cold_fp32(tokens(60), 9))
+
+
+class Ending(HostConnector):
+    """A tier that says when it is closed, and fails where it is told to."""
+
+    def __init__(self, name: str, calls: list[str], fails: str = "") -> None:
+        super().__init__(2**20)
+        self.capabilities = Capabilities(TierId(name), Ownership.OWNED)
+        self.calls = calls
+        self.fails = fails
+
+    def make_mover(self, device: Any, notify: Any) -> Any:
+        if self.fails == "make_mover":
+            raise ZeroDivisionError
+        mover: Any = super().make_mover(device, notify)
+        stop = mover.close
+
+        def close() -> None:
+            stop()
+            self.calls.append(f"{self.tier} mover")
+            if self.fails == "mover":
+                raise ZeroDivisionError
+
+        mover.close = close
+        return mover
+
+    def close(self) -> None:
+        self.calls.append(f"{self.tier} connector")
+        if self.fails == "connector":
+            raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("fails", ["", "mover", "connector"])
+def test_all_tiers_are_closed_movers_first(tiny_fp32: Runtime, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    calls: list[str] = []
+    tiers = {"one": Ending("one", calls, fails), "two": Ending("two", calls)}
+    monkeypatch.setattr("ostinato.engine.llm.make_connector", tiers.__getitem__)
+    with make_llm(tiny_fp32, kv=["one", "two"]) as llm:
+        llm.generate(tokens(40), greedy())
+    assert calls == ["one mover", "two mover", "one connector", "two connector"]
+
+
+def test_an_engine_that_cannot_be_built_leaves_no_thread(tiny_fp32: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    tiers = {"one": Ending("one", calls), "two": Ending("two", calls, "make_mover")}
+    monkeypatch.setattr("ostinato.engine.llm.make_connector", tiers.__getitem__)
+    with pytest.raises(ZeroDivisionError):
+        make_llm(tiny_fp32, kv=["one", "two"])
+    assert calls == ["one mover"]
 
 
 def test_closing_twice(tiny_fp32: Runtime) -> None:

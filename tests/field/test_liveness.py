@@ -14,8 +14,9 @@ from ostinato.cache.kinds import Full, Window
 from ostinato.connectors.api import Hook
 from ostinato.connectors.context import Pin
 from ostinato.errors import CapacityError
-from ostinato.ids import RequestId, Step
+from ostinato.ids import JobId, RequestId, Step
 from ostinato.scheduler.policy import Policy
+from ostinato.transfer.job import TransferReport
 
 FULL = layout_of(Full())
 
@@ -240,6 +241,15 @@ def break_submit(tier: ScriptedTier) -> None:
     tier.mover.submit = broken_call  # type: ignore[method-assign]
 
 
+def break_poll(tier: ScriptedTier) -> None:
+    tier.mover.poll = broken_call  # type: ignore[method-assign]
+
+
+def report_rubbish(tier: ScriptedTier) -> None:
+    rubbish = [None, TransferReport(JobId(1), failed=None), TransferReport(JobId(1), failed=("0",))]  # type: ignore[arg-type]
+    tier.mover.poll = lambda: rubbish  # type: ignore[assignment, return-value]
+
+
 def answer_too_little(tier: ScriptedTier) -> None:
     tier.probe = lambda keys: [True]  # type: ignore[method-assign]
 
@@ -248,11 +258,24 @@ def broken_call(*arguments: object) -> Any:
     raise RuntimeError("the store is gone")
 
 
-@pytest.mark.parametrize("break_it", [break_probe, break_offer, break_refuted, break_submit, answer_too_little])
+TIER_FAULTS = [
+    break_probe,
+    break_offer,
+    break_refuted,
+    break_submit,
+    break_poll,
+    report_rubbish,
+    answer_too_little,
+]
+
+
+@pytest.mark.parametrize("break_it", TIER_FAULTS)
 def test_a_tier_that_raises_is_a_miss(break_it: Callable[[ScriptedTier], None]) -> None:
     """Whatever a tier does, the worst case is recomputation."""
     disk = kept()
     rig = tiny_engine([disk])
     break_it(disk)
-    output = rig.serve(prompt(1, 64), 2)
-    Oracle().check(output)
+    for _ in range(2):
+        name = rig.add(prompt(1, 64), 2)
+        rig.run()
+        Oracle().check(rig.outputs[name])

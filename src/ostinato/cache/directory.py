@@ -33,16 +33,18 @@ class Entry:
     """One cached hash unit.
 
     ``tick`` is when a request last used it; ``boundary`` says that a cut where others may resume needs it (always so
-    for kinds whose every unit serves all later cuts).
+    for kinds whose every unit serves all later cuts).  ``failed_stores`` counts copies to lower tiers that came to
+    nothing.
     """
 
-    __slots__ = ("boundary", "key", "ordinal", "places", "tick")
+    __slots__ = ("boundary", "failed_stores", "key", "ordinal", "places", "tick")
 
     def __init__(self, key: BlockKey, ordinal: Ordinal, boundary: bool) -> None:
         self.key = key
         self.ordinal = ordinal
         self.boundary = boundary
         self.tick = 0
+        self.failed_stores = 0
         self.places: dict[TierId, Place] = {}
 
 

@@ -19,7 +19,6 @@ from typing import NamedTuple
 from ostinato.ids import GroupId
 
 FORMAT_VERSION = 1
-DIGEST_BYTES = 32
 
 
 class BlockKey(NamedTuple):

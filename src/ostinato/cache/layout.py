@@ -41,10 +41,6 @@ class LayerSpec:
     kind: Kind
     parts: tuple[int, ...]
 
-    @property
-    def token_bytes(self) -> int:
-        return sum(self.parts)
-
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:

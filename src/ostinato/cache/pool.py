@@ -121,6 +121,11 @@ class SlotPool:
         """Slots that :meth:`take` could hand out now."""
         return len(self.free_slots) + len(self._idle_slots)
 
+    @property
+    def reachable(self) -> int:
+        """Slots that can come free by themselves: all but those whose transfer is in doubt."""
+        return self.capacity - len(self._quarantine)
+
     def take(self, count: int, owner: str) -> Lease | None:
         """``count`` fresh slots, or None (nothing changed).  Idle slots are evicted only when no free one is left."""
         if count > self.available:

@@ -12,7 +12,7 @@ of a row is in the lease, each exactly once.  Thread: the scheduler's only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from ostinato.cache.kinds import Range, contains
 from ostinato.cache.layout import GroupSpec
@@ -31,10 +31,6 @@ class BlockTable:
         self.lease = lease
         self.rows: tuple[list[SlotId], ...] = tuple([] for _ in groups)
         self._trimmed: list[int] = [0] * len(groups)
-
-    def extend_row(self, group: int, slots: Iterable[SlotId]) -> None:
-        """Append pages (or holes) whose slots the lease already counts."""
-        self.rows[group].extend(slots)
 
     def skip(self, tokens: int) -> None:
         """Holes up to token ``tokens``: pages before it that the hit does not need never get a slot."""

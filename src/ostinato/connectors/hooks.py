@@ -95,3 +95,12 @@ class GuardedProbe:
         finally:
             self._expire()
         return [False] * len(keys)
+
+
+def close_all(connectors: Iterable[Connector]) -> None:
+    """Stop connectors whose movers are closed."""
+    for connector in connectors:
+        try:
+            connector.close()
+        except Exception:
+            log.exception("connector %s failed in close()", connector.tier)

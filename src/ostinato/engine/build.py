@@ -59,9 +59,13 @@ def build_engine(
     hierarchy = CacheHierarchy(core, _seeder(runtime), clock)
     worker = make_worker(runtime, pages, {}, poison=config.check_invariants)
     device = ArenaPages(worker.arena)
-    for connector in tiers:
-        worker.attach(connector.tier, connector.make_mover(device, worker.notify))
-    _bind(tiers, hierarchy)
+    try:
+        for connector in tiers:
+            worker.attach(connector.tier, connector.make_mover(device, worker.notify))
+        _bind(tiers, hierarchy)
+    except BaseException:
+        worker.close()  # the threads of those that were made
+        raise
     scheduler = Scheduler(
         hierarchy,
         SchedulerConfig(config.max_num_batched_tokens, config.max_num_seqs, Policy(config.scheduling_policy)),

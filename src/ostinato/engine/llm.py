@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Final, TypeAlias
 
 from ostinato.config import EngineConfig
+from ostinato.connectors.hooks import close_all
 from ostinato.connectors.registry import make_connector
 from ostinato.engine.build import BuiltEngine, build_engine, device_bytes
 from ostinato.engine.loop import Prompt
@@ -62,6 +63,7 @@ class LLM:
         self.config = config
         self._built = build_engine(runtime, config, tiers)
         self._ids = itertools.count()
+        self._closed = False
 
     @property
     def startup(self) -> StartupReport:
@@ -99,8 +101,8 @@ class LLM:
         try:
             for item, sampling, rank in zip(items, params, ranks, strict=True):
                 name, arrival = f"request-{next(self._ids)}", time.perf_counter()
+                names.append(name)  # before: nothing may come between the engine's knowing it and ours
                 engine.add(name, self._prompt(item), sampling, rank, cache_salt, arrival)
-                names.append(name)
             return self._run(names, on_finished)
         except BaseException:
             for name in names:
@@ -119,8 +121,11 @@ class LLM:
         return snapshot(self._built.hierarchy.core)
 
     def close(self) -> None:
-        """Stop the tiers' threads.  Calling it again does nothing."""
-        self._built.engine.close()
+        """Stop the tiers' threads, then the tiers.  Calling it again does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._built.engine.close()
+            close_all(self._built.connectors)
 
     def __enter__(self) -> LLM:
         return self
@@ -132,8 +137,11 @@ class LLM:
 
     def _run(self, names: list[str], on_finished: Callable[[RequestOutput], None] | None) -> list[RequestOutput]:
         done: dict[str, RequestOutput] = {}
+        engine = self._built.engine
         while len(done) < len(names):
-            for output in self._built.engine.step():
+            if not engine.has_work:
+                raise RequestError("some of the requests were aborted, so that there are not outputs for all prompts")
+            for output in engine.step():
                 done[output.request_id] = output
                 if on_finished is not None:
                     on_finished(output)
@@ -154,7 +162,8 @@ class LLM:
     def _encode(self, text: str) -> list[int]:
         if self.runtime.tokenizer is None:
             raise RequestError("this model has no tokenizer: give token ids")
-        ids: list[int] = self.runtime.tokenizer(text).input_ids
+        # Not verbose: how long a prompt may be is checked later, and told in one line.
+        ids: list[int] = self.runtime.tokenizer(text, verbose=False).input_ids
         return ids
 
     def _checked_ids(self, ids: Sequence[Any]) -> list[int]:

@@ -122,27 +122,21 @@ class Engine:
         """Forget a request in whatever phase it is; False when there is none of that id."""
         if self._live.pop(RequestId(request_id), None) is None:
             return False
-        self.scheduler.finish(RequestId(request_id))
+        if not self._unusable:  # else nobody knows what the scheduler was doing with it
+            self.scheduler.finish(RequestId(request_id))
         return True
 
     def step(self) -> list[RequestOutput]:
         """One plan, one result; returns the requests that finished in it."""
         self._check_usable()
-        plan = self.scheduler.plan()
         try:
+            plan = self.scheduler.plan()
             result = self.executor.execute(plan)
+            finished = self._apply(result)
         except BaseException:
-            # What the step computed and which orders it handed on is unknown: nothing may be built on it.
+            # What was computed, which orders were handed on, which reports were heard is unknown: build nothing on it.
             self._unusable = "a step of it was interrupted"
             raise
-        tokens = self.scheduler.apply(result)
-        digests = {sampled.request_id: sampled.digest for sampled in result.sampled}
-        now = time.perf_counter()
-        finished = [
-            output
-            for request_id, token in tokens
-            if (output := self._take(self._live[request_id], token, digests[request_id], now)) is not None
-        ]
         if self._on_step is not None:
             self._on_step()
         if not plan.sequences and not result.reports and self._live:
@@ -185,10 +179,17 @@ class Engine:
             mebibytes = limits.page_bytes / 2**20
             raise PromptTooLongError(
                 f"the prompt's {length} tokens and {room} of output need {pages} device pages "
-                f"({pages * mebibytes:.0f} MiB), but the pool has {limits.max_pages} "
-                f"({limits.max_pages * mebibytes:.0f} MiB); raise kv_cache_memory or shorten the request"
+                f"({pages * mebibytes:.1f} MiB), but the pool has {limits.max_pages} "
+                f"({limits.max_pages * mebibytes:.1f} MiB); raise kv_cache_memory or shorten the request"
             )
         return room
+
+    def _apply(self, result: StepResult) -> list[RequestOutput]:
+        tokens = self.scheduler.apply(result)
+        digests = {sampled.request_id: sampled.digest for sampled in result.sampled}
+        now = time.perf_counter()
+        outputs = [self._take(self._live[name], token, digests[name], now) for name, token in tokens]
+        return [output for output in outputs if output is not None]
 
     def _take(self, live: _Live, token: int, digest: bytes, now: float) -> RequestOutput | None:
         """Append a token; the output when it was the last."""

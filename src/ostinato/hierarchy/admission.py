@@ -20,8 +20,7 @@ from ostinato.cache.table import BlockTable
 from ostinato.hierarchy.residency import Admission, HitReport, NoRoom, Parked, Ready, Residency
 from ostinato.hierarchy.tiers import Core
 from ostinato.ids import DEVICE, HOLE, JobId, Ordinal, RequestId, SlotId, Step, TicketId, TierId
-from ostinato.transfer.book import make_order
-from ostinato.transfer.job import JobKind, Move, PageCopy
+from ostinato.transfer.job import JobKind, Move, PageCopy, TransferOrder
 from ostinato.transfer.planner import AdmissionPlan, PagePlan, plan_admission
 
 
@@ -104,7 +103,7 @@ class Admitter:
         for limit in (cap, cap // between_pages * between_pages, 0):
             plan = plan_admission(core.layout, presence.plan(limit))
             needs = self._needs(request, plan)
-            if needs <= core.device.pool.capacity:
+            if needs <= core.device.pool.reachable:
                 break
         return plan, needs
 
@@ -189,8 +188,8 @@ class Admitter:
         core = self._core
         job_id = core.book.new_id()
         targets = table.fork(f"load {job_id}", dict.fromkeys(move.device_slot for move in moves))
-        order = make_order(job_id, JobKind.LOAD, tier, moves, step)
-        core.book.open(order, targets, source, self._clock() + core.config.load_deadline_s)
+        order = TransferOrder(job_id, JobKind.LOAD, tier, tuple(moves), step)
+        core.book.open(order, targets, source, core.config.load_deadline_s)
         for move in moves:
             place = Place(move.device_slot, core.device.pool.generation[move.device_slot], job_id)
             core.directory.write(move.key, move.ordinal, DEVICE, place, boundary=True)

@@ -46,7 +46,7 @@ class CacheHierarchy:
         self._clock = clock
         self._admitter = Admitter(core, clock, self.requests)
         self._boundaries = Boundaries(core)
-        self._stores = Stores(core, clock)
+        self._stores = Stores(core)
         self._settlement = Settlement(core, self.requests)
 
     # One request.
@@ -150,7 +150,7 @@ class CacheHierarchy:
 
     def dispatch(self) -> tuple[tuple[TransferOrder, ...], tuple[JobId, ...]]:
         """Orders and cancellations that go out with the next plan."""
-        return self.core.book.dispatch(), self._settlement.take_cancelled()
+        return self.core.book.dispatch(self._clock()), self._settlement.take_cancelled()
 
     def audit(self) -> None:
         """Raise AuditError if any slot, key or reference is unaccounted for."""

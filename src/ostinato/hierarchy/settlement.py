@@ -60,10 +60,13 @@ class Settlement:
         target = DEVICE if order.kind is JobKind.LOAD else order.tier
         lost = []
         for index, move in enumerate(order.moves):
-            place = self._core.directory.place(move.key, target)
+            entry = self._core.directory.get(move.key)
+            place = entry.places.get(target) if entry is not None else None
             ours = place is not None and place.job == order.job_id
             if index in failed:
                 lost.append(move)
+                if entry is not None and order.kind is JobKind.STORE:
+                    entry.failed_stores += 1
                 if ours:
                     self._core.directory.withdraw(move.key, target)
             elif ours and place is not None:

@@ -3,32 +3,34 @@
 Owns: what is offered to which tier, and the share of the device that stores may pin.  Does not own: what a report
 means (``settlement``).  A store is never owed: one that finds no room is skipped.  An owned tier gets another chance
 when the block turns out to be a boundary, and once more before the device evicts it; an asked tier is offered a block
-once, when it fills.  Thread: the scheduler's only.
+once, when it fills.  A block whose stores fail is soon left alone, or a broken tier would be kept busy for ever.
+Thread: the scheduler's only.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from ostinato.cache.directory import Entry, Place
 from ostinato.cache.pool import Lease
 from ostinato.cache.retention import rank_of
 from ostinato.hierarchy.tiers import Core, OwnedTier, StoreMode
 from ostinato.ids import DEVICE, HOLE, JobId, SlotId, Step, TierId
-from ostinato.transfer.book import make_order, release
-from ostinato.transfer.job import JobKind, JobState, Move
+from ostinato.transfer.book import release
+from ostinato.transfer.job import JobKind, JobState, Move, TransferOrder
 
 DEMOTE_BATCH = 64
 """Eviction candidates looked at per step; also the number of free device slots below which the look begins."""
+MAX_STORE_FAILURES = 3
+"""After so many a block is not copied down any more, until it is computed or loaded anew."""
 
 
 class Stores:
     """Orders STORE jobs for the entries it is shown."""
 
-    def __init__(self, core: Core, clock: Callable[[], float]) -> None:
+    def __init__(self, core: Core) -> None:
         self._core = core
-        self._clock = clock
 
     def offer(self, entries: Sequence[Entry], step: Step) -> None:
         """Blocks that just became full: eager tiers and asked tiers take them now."""
@@ -82,7 +84,7 @@ class Stores:
 
     def _is_storable(self, entry: Entry) -> bool:
         place = entry.places.get(DEVICE)
-        return place is not None and place.ready
+        return place is not None and place.ready and entry.failed_stores < MAX_STORE_FAILURES
 
     def _pin_room(self) -> int:
         """Device slots that stores may still pin."""
@@ -121,6 +123,6 @@ class Stores:
             source = entry.places[DEVICE].slot
             moves.append(Move(entry.key, entry.ordinal, source, target, offset, spec.unit_bytes))
         held = core.device.pool.share([move.device_slot for move in moves], f"store {job_id}")
-        order = make_order(job_id, JobKind.STORE, tier, moves, step)
-        core.book.open(order, held, lease, self._clock() + core.config.store_deadline_s)
+        order = TransferOrder(job_id, JobKind.STORE, tier, tuple(moves), step)
+        core.book.open(order, held, lease, core.config.store_deadline_s)
         return job_id

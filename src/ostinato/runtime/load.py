@@ -22,7 +22,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ostinato.cache.layout import CacheLayout, build_layout
-from ostinato.errors import CapacityError, ConfigError
+from ostinato.errors import ConfigError
 from ostinato.ids import TierId
 from ostinato.memory import check_memory
 from ostinato.runtime import native, selfcheck
@@ -134,14 +134,6 @@ def build_runtime(
     identity = Identity(weights, config_digest, dtype, _numerics(prepared, promise))
     kernels = f"attention: {note}; linear: {prepared.linears.describe()}; results: {promise.describe()}"
     return Runtime(name, prepared, tokenizer, layout, promise, identity, longest, kernels)
-
-
-def pages_within(layout: CacheLayout, budget: int) -> int:
-    """How many pages fit ``budget`` bytes.  Raises :class:`CapacityError` when that is none."""
-    pages = budget // layout.page_bytes
-    if pages < 1:
-        raise CapacityError(f"a device cache of {budget} bytes holds no page; one page is {layout.page_bytes} bytes")
-    return pages
 
 
 def make_worker(runtime: Runtime, num_pages: int, movers: Mapping[TierId, MoverPort], poison: bool = False) -> Worker:

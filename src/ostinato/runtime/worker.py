@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from ostinato.ids import JobId, Step, TierId
 from ostinato.runtime.arena import Arena
@@ -86,9 +86,9 @@ class Worker:
         return StepResult(plan.step, sampled, self._collect())
 
     def close(self) -> None:
-        """Close all movers."""
-        for mover in self._movers.values():
-            mover.close()
+        """Close all movers, also when one of them raises."""
+        for tier, mover in self._movers.items():
+            self._guarded(tier, mover.close)
 
     def _submit(self, finished: Step) -> None:
         ready = [order for order in self._later if order.after_step <= finished]
@@ -110,7 +110,11 @@ class Worker:
         self._arrived.clear()
         reports, self._refused = self._refused, []
         for tier, mover in self._movers.items():
-            reports.extend(self._guarded(tier, mover.poll) or ())
+            for report in self._guarded(tier, mover.poll) or ():
+                if _is_sound(report):
+                    reports.append(report)
+                else:
+                    log.error("the mover of tier %s reported %r, which is no report; it is ignored", tier, report)
         for report in reports:
             self._jobs.pop(report.job_id, None)
         return tuple(reports)
@@ -122,3 +126,11 @@ class Worker:
         except Exception:
             log.exception("the mover of tier %s failed", tier)
             return None
+
+
+def _is_sound(report: Any) -> bool:
+    """Movers are other people's code: what they hand over is looked at before it is believed."""
+    if not isinstance(report, TransferReport):
+        return False
+    numbers: Any = (report.job_id, report.rank, *(report.failed if isinstance(report.failed, tuple) else (None,)))
+    return all(isinstance(number, int) for number in numbers)

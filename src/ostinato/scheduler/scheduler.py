@@ -62,6 +62,7 @@ class Scheduler:
         request = self.requests.pop(request_id)
         if request in self._waiting:
             self._waiting.remove(request)
+            self._starved_since = None  # whoever is first now has not waited yet
         if request in self._holding:
             self._holding.remove(request)
         request.phase = Phase.FINISHED

@@ -24,6 +24,7 @@ app: Final = typer.Typer(
     add_completion=False,
 )
 
+_PIPE_WIDTH: Final = 120
 Tiers = Annotated[
     list[str] | None, typer.Option("--kv", help="A lower tier, such as host:4GiB; repeat it, fastest first.")
 ]
@@ -83,7 +84,7 @@ def generate(
     prompts = list(prompt) if prompt else [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not prompts:
         raise RequestError("there is no prompt: give --prompt, or one per line on stdin")
-    _generate(model, prompts, sampling, options, Console(stderr=True, quiet=quiet))
+    _generate(model, prompts, sampling, options, _console(quiet))
 
 
 def _generate(model: str, prompts: list[str], sampling: Any, options: dict[str, Any], console: Console) -> None:
@@ -126,7 +127,7 @@ def demo(
     from ostinato.serve.early import check_early
     from ostinato.serve.tables import Bars
 
-    console = Console(stderr=True)
+    console = _console()
     # The demo sizes its device pool by its prompts.
     check_early(EngineConfig(model=model, dtype=dtype, kv=tuple(kv or ()), kv_cache_memory=0), Bars(console))
     from ostinato.serve.demo.run import DemoOptions, run_demo
@@ -134,6 +135,12 @@ def demo(
     options = DemoOptions(model=model, dtype=dtype, full=full, extra_tiers=tuple(kv or ()), json_path=json)
     if not run_demo(options, console):
         raise typer.Exit(1)
+
+
+def _console(quiet: bool = False) -> Console:
+    """stderr; wide enough for the tables where it is a file or a pipe."""
+    sized = sys.stderr.isatty() or "COLUMNS" in os.environ
+    return Console(stderr=True, quiet=quiet, width=None if sized else _PIPE_WIDTH)
 
 
 def main() -> None:

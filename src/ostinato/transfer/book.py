@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ostinato.cache.pool import Lease
-from ostinato.ids import JobId, Step, TierId
-from ostinato.transfer.job import JobKind, JobState, Move, TransferJob, TransferOrder, TransferReport
+from ostinato.ids import JobId
+from ostinato.transfer.job import JobKind, JobState, TransferJob, TransferOrder, TransferReport
 
 
 @dataclass(slots=True)
@@ -49,20 +49,20 @@ class Book:
         self._next_id += 1
         return JobId(self._next_id)
 
-    def open(self, order: TransferOrder, device: Lease, tier: Lease | None, deadline: float) -> TransferJob:
+    def open(self, order: TransferOrder, device: Lease, tier: Lease | None, patience: float) -> TransferJob:
         """Queue a job that owns both leases from now on."""
-        job = TransferJob(order, device, tier, deadline)
+        job = TransferJob(order, device, tier, patience)
         self._open[order.job_id] = self._queue[order.job_id] = job
         return job
 
     def get(self, job_id: JobId) -> TransferJob | None:
         return self._open.get(job_id)
 
-    def dispatch(self) -> tuple[TransferOrder, ...]:
-        """Orders that go to the movers with the next plan."""
+    def dispatch(self, now: float) -> tuple[TransferOrder, ...]:
+        """Orders that go to the movers with the next plan; their deadlines begin."""
         jobs, self._queue = self._queue, {}
         for job in jobs.values():
-            job.state = JobState.STARTED
+            job.state, job.deadline = JobState.STARTED, now + job.patience
         return tuple(job.order for job in jobs.values())
 
     def report(self, report: TransferReport) -> TransferJob | None:
@@ -115,16 +115,9 @@ class Book:
             self.stats.revoked += 1
         return revoked
 
-    def next_deadline(self) -> float | None:
-        return min((job.deadline for job in self._open.values()), default=None)
-
 
 def release(job: TransferJob) -> None:
     """End a closed job's claims.  No fence: its mover is quiet."""
     job.device_lease.release()
     if job.tier_lease is not None:
         job.tier_lease.release()
-
-
-def make_order(job_id: JobId, kind: JobKind, tier: TierId, moves: list[Move], after_step: Step) -> TransferOrder:
-    return TransferOrder(job_id, kind, tier, tuple(moves), after_step)

@@ -12,6 +12,7 @@ bookkeeping (``book``).  Orders and reports are plain frozen values.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -93,12 +94,17 @@ class PageCopy:
 
 @dataclass(slots=True, eq=False)
 class TransferJob:
-    """The book's record of one order: its leases, deadline and the reports so far."""
+    """The book's record of one order: its leases, deadline and the reports so far.
+
+    ``patience``: seconds that movers have once the order was handed to them; the deadline begins there, since an order
+    of a last step is handed on with the next one, however much later that is.
+    """
 
     order: TransferOrder
     device_lease: Lease
     tier_lease: Lease | None
-    deadline: float
+    patience: float
+    deadline: float = math.inf
     state: JobState = JobState.QUEUED
     reported: set[int] = field(default_factory=set)
     failed: set[int] = field(default_factory=set)
