@@ -132,5 +132,6 @@ def _is_sound(report: Any) -> bool:
     """Movers are other people's code: what they hand over is looked at before it is believed."""
     if not isinstance(report, TransferReport):
         return False
-    numbers: Any = (report.job_id, report.rank, *(report.failed if isinstance(report.failed, tuple) else (None,)))
-    return all(isinstance(number, int) for number in numbers)
+    failed: object = report.failed
+    numbers: list[object] = [report.job_id, report.rank, *(failed if isinstance(failed, tuple) else [None])]
+    return all(type(number) is int for number in numbers)
