@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from core.builders import make_layout, plain_layout
 from core.harness import AskedTier
 from core.scenarios import EQUAL, STATES
@@ -267,3 +269,21 @@ def test_an_empty_answer_of_all_tiers_is_a_miss() -> None:
     assert world.serve(PROMPT).hits == [40], "what one tier lost another one has"
     world.run()
     world.check_quiet()
+
+
+@pytest.mark.parametrize("mode", StoreMode)
+@pytest.mark.parametrize("step_tokens", [64, 128, 256])
+def test_what_a_small_device_evicts_is_held_below(mode: StoreMode, step_tokens: int) -> None:
+    """A prompt is pushed out by two of its length, at any step size; one that parts from it in the middle comes back.
+
+    A lazy tier has to look further ahead than one step evicts: what is being copied cannot be evicted, so the pages
+    behind it go instead.
+    """
+    layout = plain_layout(Full(), *[Window(128)] * 5, unit=16)
+    stored = list(range(10, 2018))
+    device = layout.peak_pages(len(stored) + 1, step_tokens) * 5 // 4
+    world = World(Setup(layout, device, (("host", 4000, mode),), step_tokens=step_tokens, commit_first=True))
+    for first in (0, 1, 2):
+        world.serve([first, *stored])
+    world.run()
+    assert world.serve([0, *stored[:1000], 5, 6, 7]).hits == [992]

@@ -54,7 +54,7 @@ class Directory:
     def __init__(self) -> None:
         self._entries: dict[BlockKey, Entry] = {}
         self._contents: dict[tuple[TierId, SlotId], list[Entry]] = {}
-        self._tick = 0
+        self.tick = 0
         self.written = 0
         """Copies published since start: as long as it stays, no hit has become longer."""
 
@@ -80,7 +80,7 @@ class Directory:
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = Entry(key, ordinal, boundary)
-            entry.tick = self._tick
+            entry.tick = self.tick
         elif tier in entry.places:
             return None
         self.written += 1
@@ -112,5 +112,5 @@ class Directory:
 
     def next_tick(self) -> int:
         """Start of a new use: entries touched with it count as equally recent."""
-        self._tick += 1
-        return self._tick
+        self.tick += 1
+        return self.tick

@@ -20,8 +20,8 @@ from ostinato.ids import DEVICE, HOLE, JobId, SlotId, Step, TierId
 from ostinato.transfer.book import release
 from ostinato.transfer.job import JobKind, JobState, Move, TransferOrder
 
-DEMOTE_BATCH = 64
-"""Eviction candidates looked at per step; also the number of free device slots below which the look begins."""
+LOOK_AHEAD_STEPS = 3
+"""Evictions looked ahead for, in steps: what the next one takes, what is being copied, and one that is late."""
 MAX_STORE_FAILURES = 3
 """After so many a block is not copied down any more, until it is computed or loaded anew."""
 
@@ -31,6 +31,10 @@ class Stores:
 
     def __init__(self, core: Core) -> None:
         self._core = core
+        per_step = sum(spec.pages(core.config.step_tokens) + 1 for spec in core.layout.groups)
+        self._ahead = LOOK_AHEAD_STEPS * per_step
+        self._seen: tuple[int, ...] = ()
+        """State of things when the last look found nothing to do."""
 
     def offer(self, entries: Sequence[Entry], step: Step) -> None:
         """Blocks that just became full: eager tiers and asked tiers take them now."""
@@ -54,16 +58,26 @@ class Stores:
     def demote(self, step: Step) -> None:
         """Under pressure, copy what the device would evict next and no owned tier below holds."""
         core = self._core
-        if not core.lower or len(core.device.pool.free_slots) >= DEMOTE_BATCH:
+        if not core.lower or len(core.device.pool.free_slots) >= self._ahead:
+            return
+        state = self._state()
+        if state == self._seen:
             return
         entries = [
             entry
-            for slot in core.device.retention.candidates(DEMOTE_BATCH)
+            for slot in core.device.retention.candidates(self._ahead)
             for entry in core.directory.contents(DEVICE, slot)
             if len(entry.places) == 1 and self._is_storable(entry)
         ]
         for tier in core.lower.values():
             self._store(tier, entries, step)
+        self._seen = state if not entries else ()
+
+    def _state(self) -> tuple[int, ...]:
+        """Changes with everything that can change what is next to go, or whether it is held below."""
+        core, device = self._core, self._core.device
+        lost = core.book.stats.failed_moves + sum(tier.retention.evictions for tier in core.lower.values())
+        return (core.directory.written, core.directory.tick, device.retention.evictions, len(device.retention), lost)
 
     def make_room(self, short_by: int) -> bool:
         """Pressure: take back the stores that no mover has seen, if that gives ``short_by`` device slots."""
