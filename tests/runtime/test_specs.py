@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ostinato.cache.kinds import Full, Window
 from ostinato.cache.layout import build_layout
 from ostinato.errors import CapacityError, ModelRefusedError
 from ostinato.runtime.arena import Arena
-from ostinato.runtime.load import build_runtime, computes_in_bfloat16
+from ostinato.runtime.load import build_runtime, computes_in_bfloat16, spare_imported_modules
 from ostinato.runtime.specs import CACHE_ARGUMENTS, probe_specs
 
 
@@ -215,3 +216,13 @@ def test_auto_dtype_asks_the_processor(tmp_path: Path, flags: str, answer: bool)
     (tmp_path / "cpuinfo").write_text(flags)
     assert computes_in_bfloat16(tmp_path / "cpuinfo") is answer
     assert not computes_in_bfloat16(tmp_path / "missing")
+
+
+def test_a_collection_does_not_walk_what_was_imported() -> None:
+    gc.unfreeze()
+    spare_imported_modules()
+    frozen = gc.get_freeze_count()
+    assert frozen > 100_000
+    assert len(gc.get_objects()) < frozen
+    spare_imported_modules()
+    assert gc.get_freeze_count() == frozen, "once is enough: what came later may have to be collected"

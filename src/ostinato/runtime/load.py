@@ -11,6 +11,7 @@ Thread: start-up.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 from collections.abc import Mapping
@@ -94,8 +95,21 @@ def load_runtime(
     check_memory("the device pool", device_budget)
     files = resolve(model, progress=progress)
     weights = weights_digest(files, progress)
+    spare_imported_modules()
     loaded = load_model(files, getattr(torch, dtype))
     return build_runtime(loaded, load_tokenizer(files), model, weights, max_model_len)
+
+
+def spare_imported_modules() -> None:
+    """Keep the garbage collector from walking what torch and transformers consist of.
+
+    A full collection visits some 340,000 objects that live as long as the process; that is a pause of 0.2 s, now and
+    then, in the middle of a request.  Done before the model is made, so that a model can still be collected, and once:
+    a process that has frozen objects has its own plan.
+    """
+    if gc.get_freeze_count() == 0:
+        gc.collect()
+        gc.freeze()
 
 
 def computes_in_bfloat16(flags: Path = Path("/proc/cpuinfo")) -> bool:
