@@ -124,10 +124,11 @@ def demo(
 ) -> None:
     """Show a hybrid model's evicted prompt coming back from a lower tier, bit for bit."""
     from ostinato.config import EngineConfig
-    from ostinato.serve.early import check_early
+    from ostinato.serve.early import check_early, check_output
     from ostinato.serve.tables import Bars
 
     console = _console()
+    check_output(json)
     # The demo sizes its device pool by its prompts.
     check_early(EngineConfig(model=model, dtype=dtype, kv=tuple(kv or ()), kv_cache_memory=0), Bars(console))
     from ostinato.serve.demo.run import DemoOptions, run_demo

@@ -6,11 +6,19 @@ Owns: asking the light parts first.  Does not own: the checks; ``LLM`` makes all
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from ostinato.config import EngineConfig
 from ostinato.connectors.registry import make_connector, parse_bytes
+from ostinato.errors import ConfigError
 from ostinato.memory import check_memory
 from ostinato.runtime.models import Progress, resolve
+
+
+def check_output(path: Path | None) -> None:
+    """Raise when ``path`` cannot be written to because its folder is missing."""
+    if path is not None and not path.parent.is_dir():
+        raise ConfigError(f"cannot write {path}: {path.parent} is not a folder")
 
 
 def check_early(config: EngineConfig, progress: Progress) -> None:

@@ -24,11 +24,11 @@ from rich.console import Console
 from ostinato.connectors.registry import make_connector, parse_spec
 from ostinato.engine.llm import LLM
 from ostinato.engine.outputs import RequestOutput
-from ostinato.errors import ConfigError
 from ostinato.runtime.load import Runtime, load_runtime
 from ostinato.sampling_params import SamplingParams
 from ostinato.serve.demo.prompts import Scenario, greetings, needle, needle_answer
 from ostinato.serve.demo.report import Row, print_rows, write_json
+from ostinato.serve.early import check_output
 from ostinato.serve.tables import Bars, print_startup
 
 STEP_TOKENS: Final = 512
@@ -65,7 +65,8 @@ class _Demo:
 def run_demo(options: DemoOptions, console: Console) -> bool:
     """Run everything; True when every row is identical to its cold run and reused what it should."""
     tiers = list(dict.fromkeys([FULL_TIER if options.full else DEFAULT_TIER, *options.extra_tiers]))
-    _check_early(tiers, options.json_path)
+    check_output(options.json_path)
+    _check_early(tiers)
     bars = Bars(console)
     runtime = load_runtime(options.model, options.dtype, progress=bars)
     demo = _Demo(runtime, bars)
@@ -110,12 +111,10 @@ def _rows_of(name: str) -> set[str]:
     return {name, f"{name}-same", f"needle-{name}"}
 
 
-def _check_early(tiers: Sequence[str], json_path: Path | None) -> None:
+def _check_early(tiers: Sequence[str]) -> None:
     """Mistakes that would otherwise show only after minutes."""
     for tier in tiers:
-        make_connector(tier)
-    if json_path is not None and not json_path.parent.is_dir():
-        raise ConfigError(f"cannot write {json_path}: {json_path.parent} is not a folder")
+        make_connector(tier).close()
 
 
 def _pool_pages(runtime: Runtime, longest: str) -> int:
