@@ -13,7 +13,7 @@ from ostinato.cache.layout import CacheLayout
 
 @dataclass(frozen=True, slots=True)
 class GroupRow:
-    """One KV cache group; ``alone`` = device blocks if the whole pool served this group."""
+    """One KV cache group; ``blocks`` = all device blocks, which the groups share."""
 
     group: int
     kind: str
