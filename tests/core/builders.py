@@ -48,8 +48,9 @@ def random_kind(rng: random.Random) -> Kind:
 
 
 def random_shape(rng: random.Random) -> Shape:
-    unit = rng.choice((1, 2, 3, 4, 6))
-    return random_kind(rng), unit, rng.choice((1, 1, 2, 3, 4)), unit * rng.choice((1, 1, 2, 3))
+    unit, kind = rng.choice((1, 2, 3, 4, 6)), random_kind(rng)
+    page_units = 1 if kind == State() else rng.choice((1, 1, 2, 3, 4))
+    return kind, unit, page_units, unit * rng.choice((1, 1, 2, 3))
 
 
 def make_pool(capacity: int, tier: TierId = DEVICE) -> tuple[SlotPool, Retention, Directory]:

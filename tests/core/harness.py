@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 
 from core.masks import read_units
 from ostinato.cache.keys import BlockKey, KeyChain
+from ostinato.cache.kinds import keeps_checkpoints
 from ostinato.cache.layout import CacheLayout, GroupSpec
 from ostinato.cache.pool import SlotPool
+from ostinato.cache.table import StatePlan
 from ostinato.ids import DEVICE, HOLE, JobId, SlotId, Step, TierId
 from ostinato.transfer.job import JobKind, Move, PageCopy, TransferOrder, TransferReport
 
@@ -110,6 +112,7 @@ class Work:
     start: int
     stop: int
     rows: list[list[SlotId]]
+    state: StatePlan | None = None
     alive: bool = True
 
 
@@ -157,7 +160,10 @@ class Worker:
                 device.write(rank, copy.target, copy.offset, device.read(rank, copy.source, copy.offset))
             for name, sequence in plan.sequences.items():
                 for spec in self.layout.groups:
-                    self._compute(rank, name, sequence, spec)
+                    if keeps_checkpoints(spec.kind):
+                        self._scan(rank, name, sequence, spec)
+                    else:
+                        self._compute(rank, name, sequence, spec)
         self.finished_step = plan.step
 
     def _compute(self, rank: int, name: str, sequence: Work, spec: GroupSpec) -> None:
@@ -182,6 +188,25 @@ class Worker:
             assert slot != HOLE, f"{name} has no page for unit {ordinal} of group {spec.group}"
             end = min((ordinal + 1) * unit, sequence.stop)
             device.write(rank, slot, offset, content_of(sequence.salt, sequence.tokens[:end], spec.group))
+
+    def _scan(self, rank: int, name: str, sequence: Work, spec: GroupSpec) -> None:
+        """Recurrent state: read once at the start of the chunk, written at each stop."""
+        device, plan = self.arenas[DEVICE], sequence.state
+        assert plan is not None, f"{name} is not told where its state lies"
+        slot = plan.read[spec.group]
+        assert (slot == HOLE) == (sequence.start == 0), f"{name} at {sequence.start} starts from page {slot}"
+        if sequence.alive and sequence.start:
+            found = device.read(rank, slot, 0)
+            self.reads += 1
+            expected = content_of(sequence.salt, sequence.tokens[: sequence.start], spec.group)
+            assert found == expected, f"{name} at {sequence.start} reads another state: group {spec.group}, slot {slot}"
+        stops = [stop for stop, _ in plan.stops]
+        assert stops == sorted(set(stops)), stops
+        assert sequence.start < stops[0], (sequence.start, stops)
+        assert stops[-1] == sequence.stop, (sequence.stop, stops)
+        for stop, pages in plan.stops:
+            assert pages[spec.group] != HOLE, f"{name} has no page for its state at {stop}"
+            device.write(rank, pages[spec.group], 0, content_of(sequence.salt, sequence.tokens[:stop], spec.group))
 
     # Movers.
 

@@ -27,6 +27,12 @@ SETUPS: dict[str, Setup] = {
     "lazy host, two ranks": Setup(EQUAL, 44, (("host", 30, LAZY),), ranks=2, commit_first=True),
     "sinks and chunks, two hosts": Setup(SINKS, 48, (("host", 12, EAGER), ("far", 40, LAZY))),
     "states and a disk": Setup(STATES, 44, (), ("disk",)),
+    "windows, states and a host": Setup(
+        plain_layout(Full(), Window(10), State(), State()), 60, (("host", 24, EAGER),), commit_first=True
+    ),
+    "states and two lazy hosts, two ranks": Setup(
+        plain_layout(State(), Full(), State()), 50, (("host", 9, LAZY), ("far", 30, LAZY)), ranks=2
+    ),
     "pages of several units": Setup(PAGED, 36, (("host", 14, EAGER),), ("disk",), commit_first=True),
     "different hash units": Setup(MIXED, 40, (("host", 25, LAZY),), ("disk",), ranks=2, greedy=False),
     "odd units": Setup(ODD, 40, (("host", 10, EAGER),), ("disk", "store")),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,16 +11,17 @@ import ostinato.hierarchy.admission as admission
 import ostinato.transfer.planner as planner
 from core.scenarios import SETUPS, Player
 from core.world import World
-from ostinato.cache.directory import Place
-from ostinato.cache.kinds import Range, Window
+from ostinato.cache.directory import Entry, Place
+from ostinato.cache.kinds import Range, Window, keeps_checkpoints
 from ostinato.cache.layout import GroupSpec
 from ostinato.cache.presence import HitPlan
 from ostinato.cache.table import BlockTable
 from ostinato.errors import AuditError
 from ostinato.hierarchy.admission import Admitter
+from ostinato.hierarchy.boundaries import Boundaries
 from ostinato.hierarchy.residency import Admission, Residency
 from ostinato.hierarchy.settlement import Settlement
-from ostinato.ids import DEVICE, JobId, SlotId, Step
+from ostinato.ids import DEVICE, HOLE, JobId, SlotId, Step
 from ostinato.transfer.book import Book, release
 from ostinato.transfer.job import TransferJob, TransferReport
 from ostinato.transfer.planner import PagePlan
@@ -132,6 +133,40 @@ def leak_on_trim(patch: Patch) -> None:
     patch.setattr(BlockTable, "trim", leaky)
 
 
+def write_over_checkpoints(patch: Patch) -> None:
+    """A finished state page is carried along like an unfinished one."""
+    take = BlockTable._take_unfinished
+
+    def greedy(self: BlockTable, spec: GroupSpec, start: int) -> SlotId | None:
+        if start and start % spec.hash_unit == 0:
+            row, position = self.rows[spec.group], start // spec.hash_unit - 1
+            slot, row[position] = row[position], HOLE
+            return slot
+        return take(self, spec, start)
+
+    def count(self: BlockTable, start: int, stops: Sequence[int]) -> int:
+        states = sum(keeps_checkpoints(spec.kind) for spec in self.groups)
+        return missing(self, start, stops) - (states if start and start % self.groups[0].hash_unit == 0 else 0)
+
+    missing = BlockTable.missing_pages
+    patch.setattr(BlockTable, "_take_unfinished", greedy)
+    patch.setattr(BlockTable, "missing_pages", count)
+
+
+def publish_unfinished_states(patch: Patch) -> None:
+    """The state in the middle of a unit passes for the one at the unit's end."""
+    publish = Boundaries.publish
+
+    def early(self: Boundaries, request: Residency, table: BlockTable) -> list[Entry]:
+        computed, unit = request.computed, request.chain.unit
+        request.computed = min(len(request.tokens), -(-computed // unit) * unit)
+        published = publish(self, request, table)
+        request.computed = computed
+        return published
+
+    patch.setattr(Boundaries, "publish", early)
+
+
 def accept_late_reports(patch: Patch) -> None:
     """A report that arrives twice counts for two ranks."""
     report = Book.report
@@ -156,6 +191,8 @@ SABOTAGE: dict[Callable[[Patch], None], str] = {
     demand_too_little: "eager host",
     leak_on_trim: "device only",
     accept_late_reports: "different hash units",
+    write_over_checkpoints: "windows, states and a host",
+    publish_unfinished_states: "windows, states and a host",
 }
 
 

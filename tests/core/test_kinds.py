@@ -87,12 +87,15 @@ def held_peak(kind: Kind, tokens: int, step: int, unit: int, rng: random.Random)
     table = BlockTable(RequestId("r"), layout.groups, empty)
     done = peak = 0
     while done < tokens:
-        done = min(tokens, done + rng.choice((step, rng.randint(1, step))))
-        taken = pool.take(table.missing_pages(done), "table")
+        stop = min(tokens, done + rng.choice((step, rng.randint(1, step))))
+        cut = (tokens - 1) // unit * unit
+        stops = (cut, stop) if done < cut < stop else (stop,)
+        taken = pool.take(table.missing_pages(done, stops), "table")
         assert taken is not None
-        table.grow(done, taken)
+        table.grow(done, stops, taken)
         peak = max(peak, table.held())
-        table.trim(done, None)
+        table.trim(stop, None)
+        done = stop
     return peak
 
 

@@ -119,30 +119,47 @@ def test_questions_are_linear_with_sinks() -> None:
     assert asked <= 3 * units + 64
 
 
-def make_presence(rng: random.Random) -> tuple[Presence, CacheLayout, Held, int, list[TierId]]:
-    """Units spread over a directory of three owned tiers and the overlays of two asked ones."""
+Answers = dict[TierId, dict[BlockKey, bool]]
+
+
+def make_presence(
+    rng: random.Random, answers: Answers | None = None
+) -> tuple[Presence, CacheLayout, Held, int, list[TierId], Answers]:
+    """Units spread over a directory of three owned tiers and the answers of two asked ones.
+
+    ``answers``: what was said so far, instead of everything; the truth comes back as the last value.
+    """
     groups = random_groups(rng)
     layout, cap = CacheLayout(tuple(groups), PAGE_BYTES), rng.randint(1, 90)
     chain = KeyChain(b"seed", layout.base_unit)
     chain.update([rng.randrange(100) for _ in range(cap)])
     held = random_held(rng, groups, cap, len(TIERS))
     held = {(g, m): where for (g, m), where in held.items() if (m + 1) * groups[g].hash_unit <= cap}
-    directory, overlays = Directory(), {tier: set[BlockKey]() for tier in TIERS[3:]}
+    directory = Directory()
+    truth: Answers = {
+        tier: {
+            BlockKey(spec.group, chain.digest(spec.hash_unit, m)): False
+            for spec in groups
+            for m in range(cap // spec.hash_unit)
+        }
+        for tier in TIERS[3:]
+    }
     for slot, ((g, m), where) in enumerate(held.items()):
         key = BlockKey(GroupId(g), chain.digest(groups[g].hash_unit, m))
         for tier in where:
-            if tier in overlays:
-                overlays[tier].add(key)
+            if tier in truth:
+                truth[tier][key] = True
             else:
                 writing = JobId(1) if tier == DEVICE and rng.random() < 0.2 else None
                 directory.write(key, Ordinal(m), tier, Place(SlotId(slot), 0, writing), False)
-    return Presence(directory, layout, chain, TIERS[1:3], overlays), layout, held, cap, list(TIERS)
+    known = truth if answers is None else answers
+    return Presence(directory, layout, chain, TIERS[1:3], known), layout, held, cap, list(TIERS), truth
 
 
 def test_presence_merges_tiers_block_by_block() -> None:
     rng = random.Random(5)
     for _ in range(2000):
-        presence, layout, held, cap, order = make_presence(rng)
+        presence, layout, held, cap, order, _ = make_presence(rng)
         plan = presence.plan(cap)
         assert plan.tokens == brute_force(list(layout.groups), cap, layout.granularity, held)
         for spec, sources in zip(layout.groups, plan.sources, strict=True):
@@ -153,6 +170,47 @@ def test_presence_merges_tiers_block_by_block() -> None:
                 assert (source.slot == HOLE) == (fastest in TIERS[3:])
                 assert source.job is None or fastest == DEVICE
         assert sum(tokens_by_tier(layout, plan, order).values()) == plan.tokens
+
+
+def test_asking_round_by_round_finds_the_same_hit() -> None:
+    """Only what a hit would load is asked about, and in the end nothing that matters is unknown."""
+    for seed in range(1500):
+        answers: Answers = {tier: {} for tier in TIERS[3:]}
+        rounds = 0
+        while True:
+            presence, layout, held, cap, _, truth = make_presence(random.Random(seed), answers)
+            unknown = presence.unknown(cap)
+            if not unknown:
+                break
+            rounds += 1
+            for tier, known in answers.items():
+                fresh = [key for key in unknown if key not in known]
+                known.update((key, truth[tier][key]) for key in fresh)
+        assert presence.plan(cap).tokens == brute_force(list(layout.groups), cap, layout.granularity, held)
+        assert rounds <= 2 + cap // layout.granularity
+
+
+def test_a_long_prompt_takes_few_rounds_and_no_needless_question() -> None:
+    """Full attention, a window and recurrent state; the store has a prefix, one window and three checkpoints."""
+    layout = CacheLayout(
+        (make_group(0, (Full(), 4, 1, 4)), make_group(1, (Window(9), 4, 1, 4)), make_group(2, (State(), 4, 1, 4))),
+        PAGE_BYTES,
+    )
+    chain, tier = KeyChain(b"s", 4), TierId("store")
+    chain.update(range(4000))
+
+    def key(group: int, ordinal: int) -> BlockKey:
+        return BlockKey(GroupId(group), chain.digest(4, ordinal))
+
+    stored = {key(0, m) for m in range(600)} | {key(1, m) for m in range(500)} | {key(2, m) for m in (99, 399, 499)}
+    answers: dict[BlockKey, bool] = {}
+    questions = []
+    while unknown := Presence(Directory(), layout, chain, (), {tier: answers}).unknown(3999):
+        questions.append(len(unknown))
+        answers.update((name, name in stored) for name in unknown)
+    assert Presence(Directory(), layout, chain, (), {tier: answers}).plan(3999).tokens == 2000
+    assert len(questions) <= 5
+    assert sum(name.group == 1 for name in answers) < 20
 
 
 def test_a_copy_that_is_being_written_below_is_not_offered() -> None:

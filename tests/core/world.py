@@ -121,10 +121,11 @@ class World:
                     self._start(client, hit.tokens)
                     self._choose(client, chosen, chunks)
         for client, count in chosen:
-            plan.copies.extend(self.cache.take_copies(client.name, self.step))
+            copies, state = self.cache.take_orders(client.name, self.step)
+            plan.copies.extend(copies)
             rows = [list(row) for row in self.cache.table(client.name).rows]
             stop = client.computed + count
-            plan.sequences[client.name] = Work(client.salt, list(client.tokens), client.computed, stop, rows)
+            plan.sequences[client.name] = Work(client.salt, list(client.tokens), client.computed, stop, rows, state)
         self.in_flight = plan
         orders, _ = self.cache.dispatch()
         self.worker.accept(orders)

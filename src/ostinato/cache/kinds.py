@@ -78,14 +78,16 @@ class Chunked:
 class State:
     """Recurrent state (Mamba, linear attention, short convolution): one checkpoint, taken at exactly ``n``.
 
-    Unit ``m`` stands for the state after token ``(m + 1) * unit``; presence is sparse by nature.
+    Unit ``m`` stands for the state after token ``(m + 1) * unit``; presence is sparse by nature.  Live are the working
+    state (in the page of the unit that is being filled) and the last checkpoint before it, so that whenever the
+    request ends, the state at its last whole unit exists.
     """
 
     def required(self, n: int, unit: int) -> tuple[Range, ...]:
         return ((n // unit - 1, n // unit),) if n >= unit else ()
 
     def live(self, n: int, unit: int) -> tuple[Range, ...]:
-        return self.required(n, unit)
+        return ((max(0, n // unit - 1), ceil_div(n, unit)),) if n else ()
 
 
 Kind: TypeAlias = Full | Window | Chunked | State
@@ -108,6 +110,11 @@ def keeps_interior(kind: Kind) -> bool:
     return isinstance(kind, Full)
 
 
+def keeps_checkpoints(kind: Kind) -> bool:
+    """Whether a unit of the kind holds everything before it, so that only some units ever exist."""
+    return isinstance(kind, State)
+
+
 def peak_units(kind: Kind, tokens: int, in_flight: int, unit: int) -> int:
     """Most units that a request of ``tokens`` holds at once when up to ``in_flight`` tokens are computed per step."""
     total = ceil_div(tokens, unit)
@@ -119,7 +126,8 @@ def peak_units(kind: Kind, tokens: int, in_flight: int, unit: int) -> int:
         case Chunked(chunk):
             return min(total, ceil_div(chunk + in_flight, unit) + 1)
         case State():
-            return min(total, ceil_div(unit - 1 + in_flight, unit) + 1)
+            # The checkpoint it resumes from, the one at the prompt's end, and the working state.
+            return min(total, 3)
 
 
 def describe(kind: Kind) -> str:

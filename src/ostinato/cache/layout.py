@@ -1,7 +1,7 @@
 """Layer specs to groups of layers whose pages are all of one size.
 
-Owns: grouping, page arithmetic, the layout's fingerprint.  Does not own: tensors (``runtime`` makes strided views from
-the offsets given here), slots.  Pure values; any thread.
+Owns: groups, page arithmetic, the layout's fingerprint.  Does not own: the search for the page size (``grouping``),
+tensors (``runtime`` makes strided views from the offsets given here), slots.  Pure values; any thread.
 
 Four units are kept apart, per group:
 
@@ -15,6 +15,9 @@ Four units are kept apart, per group:
     page of a group: page_units units at a stride of unit_stride bytes (64-byte aligned, padding at each unit's end)
     | unit 0                                         | unit 1 ...
     | layer a: K [heads, unit, dim] | V | layer b: ..| ...
+
+    page of a state group: one unit, the states of all its layers after one token
+    | layer a: conv [channels, kernel - 1] | recurrent | layer b: conv | recurrent | ... | padding |
 """
 
 from __future__ import annotations
@@ -23,19 +26,25 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
-from ostinato.cache.kinds import Kind, ceil_div, describe, peak_units
+from ostinato.cache import grouping
+from ostinato.cache.grouping import Bucket, find_cuts
+from ostinato.cache.kinds import Kind, ceil_div, describe, keeps_checkpoints, peak_units
 from ostinato.ids import GroupId
 
-ALIGNMENT = 64
+ALIGNMENT: Final = grouping.ALIGNMENT
 """Bytes; a cache line, and the width of the widest vector load."""
-_GROUP_COST = 0.005
-_PAGE_UNIT_COST = 0.02
+MAX_PAGE_UNITS: Final = 256
+"""Pages of more tokens would make a short prompt's last page mostly empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What one layer puts into the cache: ``parts`` = bytes per token of each of its buffers (K, V; a latent; ...)."""
+    """What one layer puts into the cache: ``parts`` = bytes of each of its buffers.
+
+    Per token (K, V; a latent; ...), or, for recurrent state, of one state; each of those a multiple of 64.
+    """
 
     index: int
     kind: Kind
@@ -46,7 +55,7 @@ class LayerSpec:
 class GroupSpec:
     """Layers that share one block table.
 
-    ``parts``: bytes per token of each buffer of a layer; ``unit_bytes`` are used, ``unit_stride`` allocated, per unit.
+    ``parts``: as in :class:`LayerSpec`, of each layer; ``unit_bytes`` are used, ``unit_stride`` allocated, per unit.
     """
 
     group: GroupId
@@ -126,94 +135,42 @@ class CacheLayout:
         return hashlib.sha256(f"ostinato-layout-1;{self.page_bytes};{text}".encode()).digest()
 
 
-@dataclass(frozen=True, slots=True)
-class _Option:
-    """One way to lay out a bucket of like layers: ``width`` layers a group, ``units`` hash units a page."""
+def build_layout(layers: Sequence[LayerSpec], hash_unit: int = 16, max_page_units: int = MAX_PAGE_UNITS) -> CacheLayout:
+    """Group ``layers`` so that all pages are equal, little is wasted, groups are few and short requests take little.
 
-    width: int
-    units: int
-    unit_bytes: int
-    groups: int
-
-
-def build_layout(layers: Sequence[LayerSpec], hash_unit: int = 16, max_page_units: int = 1) -> CacheLayout:
-    """Group ``layers`` so that all pages are equal and little is wasted.
-
-    Layers of one kind and size form a bucket; a bucket is cut into groups of ``width`` layers.  Among all page sizes
-    that some cut fills exactly, the cheapest in padding, number of groups and coarseness of pages wins.
-    ``max_page_units`` > 1 also allows pages of several hash units, for models whose layers differ in size.
+    Layers of one kind and size form a bucket; ``grouping`` finds the page size and the cut of each bucket into groups.
+    Pages of at most ``max_page_units`` hash units; a page of recurrent state always holds one state of each layer.
     """
     if not layers:
         raise ValueError("the model has no layer that caches anything")
-    buckets: dict[tuple[Kind, tuple[int, ...]], list[int]] = {}
+    members: dict[tuple[Kind, tuple[int, ...]], list[int]] = {}
     for layer in layers:
-        buckets.setdefault((layer.kind, layer.parts), []).append(layer.index)
-    menu = {
-        key: [
-            _Option(width, units, width * sum(key[1]) * hash_unit, ceil_div(len(indices), width))
-            for width in range(1, len(indices) + 1)
-            for units in range(1, max_page_units + 1)
-        ]
-        for key, indices in buckets.items()
-    }
-    sizes = {
-        math.lcm(ALIGNMENT * option.units, _align(option.unit_bytes) * option.units)
-        for options in menu.values()
-        for option in options
-    }
-    best: tuple[float, int, list[_Option]] | None = None
-    for page_bytes in sorted(sizes):
-        choice = _choose(list(menu.values()), [len(v) for v in buckets.values()], page_bytes)
-        if choice is not None and (best is None or choice[0] < best[0]):
-            best = (choice[0], page_bytes, choice[1])
-    assert best is not None, "the largest one-unit page always fits every bucket"
-    _, page_bytes, options = best
-    return CacheLayout(_make_groups(buckets, options, page_bytes, hash_unit), page_bytes)
-
-
-def _align(size: int) -> int:
-    return ceil_div(size, ALIGNMENT) * ALIGNMENT
-
-
-def _choose(menu: list[list[_Option]], counts: list[int], page_bytes: int) -> tuple[float, list[_Option]] | None:
-    """Cost and cheapest option per bucket for one page size, or None when some bucket cannot fill such pages."""
-    total, chosen = 0.0, []
-    for options, count in zip(menu, counts, strict=True):
-        scored = []
-        for option in options:
-            stride, rest = divmod(page_bytes, option.units)
-            if rest or stride % ALIGNMENT or option.unit_bytes > stride:
-                continue
-            used = option.unit_bytes * count / (option.groups * option.width)
-            waste = 1 - used / stride
-            cost = waste * count + _GROUP_COST * option.groups + _PAGE_UNIT_COST * (option.units - 1)
-            scored.append((cost, option.groups, option))
-        if not scored:
-            return None
-        cost, _, option = min(scored, key=lambda item: item[:2])
-        total += cost
-        chosen.append(option)
-    return total, chosen
-
-
-def _make_groups(
-    buckets: dict[tuple[Kind, tuple[int, ...]], list[int]], options: list[_Option], page_bytes: int, hash_unit: int
-) -> tuple[GroupSpec, ...]:
+        members.setdefault((layer.kind, layer.parts), []).append(layer.index)
+    buckets = [
+        Bucket(kind, unit_size(kind, parts, hash_unit), len(indices), 1 if keeps_checkpoints(kind) else max_page_units)
+        for (kind, parts), indices in members.items()
+    ]
+    page_bytes, cuts = find_cuts(buckets, hash_unit)
     groups: list[GroupSpec] = []
-    for ((kind, parts), indices), option in zip(buckets.items(), options, strict=True):
-        for start in range(0, len(indices), option.width):
-            members = tuple(indices[start : start + option.width])
+    for ((kind, parts), indices), bucket, cut in zip(members.items(), buckets, cuts, strict=True):
+        for number in range(cut.groups):
+            some = tuple(indices[len(indices) * number // cut.groups : len(indices) * (number + 1) // cut.groups])
             groups.append(
                 GroupSpec(
                     group=GroupId(len(groups)),
                     kind=kind,
-                    layers=members,
+                    layers=some,
                     parts=parts,
                     hash_unit=hash_unit,
-                    page_units=option.units,
+                    page_units=cut.units,
                     hit_granularity=hash_unit,
-                    unit_bytes=len(members) * sum(parts) * hash_unit,
-                    unit_stride=page_bytes // option.units,
+                    unit_bytes=len(some) * bucket.layer_bytes,
+                    unit_stride=page_bytes // cut.units,
                 )
             )
-    return tuple(groups)
+    return CacheLayout(tuple(groups), page_bytes)
+
+
+def unit_size(kind: Kind, parts: tuple[int, ...], hash_unit: int) -> int:
+    """Bytes of one unit of one layer: of its ``hash_unit`` tokens, or of one state."""
+    return sum(parts) * (1 if keeps_checkpoints(kind) else hash_unit)

@@ -31,6 +31,9 @@ class Probe(Protocol):
 class Observer(Protocol):
     """Somebody who wants to know what the hierarchy does, as it does it (connectors' hooks, KV events)."""
 
+    def on_admit(self, request_id: RequestId, tokens: int) -> None:
+        """The request, of ``tokens`` tokens, is about to be looked up in all tiers; again whenever that is repeated."""
+
     def on_commit(self, request_id: RequestId, computed: int) -> None:
         """The request's KV is computed up to token ``computed``; what is full was published, nothing trimmed yet."""
 

@@ -6,13 +6,14 @@ moving bytes (``transfer``).  Lives for one admission.  Thread: the scheduler's 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ostinato.cache.directory import Directory, Place
 from ostinato.cache.keys import BlockKey, KeyChain
-from ostinato.cache.layout import CacheLayout
+from ostinato.cache.kinds import keeps_checkpoints
+from ostinato.cache.layout import CacheLayout, GroupSpec
 from ostinato.cache.match import longest_hit
 from ostinato.ids import DEVICE, HOLE, JobId, SlotId, TierId
 
@@ -36,7 +37,8 @@ class HitPlan:
 class Presence:
     """Answers ``present(group, ordinal)`` for one key chain; remembers what it found.
 
-    ``tiers``: owned lower tiers, fastest first.  ``overlays``: answers of asked tiers, fastest first.
+    ``tiers``: owned lower tiers, fastest first.  ``answers``: of asked tiers, fastest first; a key that a tier has not
+    been asked about is absent.
     """
 
     def __init__(
@@ -45,13 +47,13 @@ class Presence:
         layout: CacheLayout,
         chain: KeyChain,
         tiers: Sequence[TierId] = (),
-        overlays: Mapping[TierId, Collection[BlockKey]] | None = None,
+        answers: Mapping[TierId, Mapping[BlockKey, bool]] | None = None,
     ) -> None:
         self._directory = directory
         self._layout = layout
         self._chain = chain
         self._tiers = tiers
-        self._overlays = overlays or {}
+        self._answers = answers or {}
         self._found: list[dict[int, Source]] = [{} for _ in layout.groups]
 
     def present(self, group: int, ordinal: int) -> bool:
@@ -73,11 +75,51 @@ class Presence:
             chosen.append({ordinal: found[ordinal] for low, high in ranges for ordinal in range(low, high)})
         return HitPlan(tokens, tuple(chosen))
 
+    def unknown(self, cap: int) -> list[BlockKey]:
+        """What must be asked to know the longest hit: units that it would need and that not all tiers answered for.
+
+        Of recurrent state, all earlier checkpoints are asked about at once: if one is not there, the next lower cut
+        needs another one.
+        """
+        hoped = longest_hit(self._layout.groups, cap, self._layout.granularity, self._may_be_present)
+        found: dict[BlockKey, None] = {}
+        for spec in self._layout.groups:
+            for low, high in spec.kind.required(hoped, spec.hash_unit):
+                for ordinal in range(high - 1, low - 1, -1):
+                    if not self.present(spec.group, ordinal):
+                        first = 0 if keeps_checkpoints(spec.kind) else ordinal
+                        keys = [self._key(spec, m) for m in range(ordinal, first - 1, -1)]
+                        found.update((key, None) for key in keys if self._is_open(key))
+        return list(found)
+
+    def _may_be_present(self, group: int, ordinal: int) -> bool:
+        return self.present(group, ordinal) or self._is_open(self._key(self._layout.groups[group], ordinal))
+
+    def _is_open(self, key: BlockKey) -> bool:
+        """Whether a tier that is asked has not said anything about ``key``."""
+        return any(key not in known for known in self._answers.values())
+
+    def _key(self, spec: GroupSpec, ordinal: int) -> BlockKey:
+        return BlockKey(spec.group, self._chain.digest(spec.hash_unit, ordinal))
+
+    def reach(self, cap: int) -> int:
+        """How far the longest hit would go if recurrent state were no matter; 0 for a model that has nothing else."""
+        groups = self._layout.groups
+        remembering = [index for index, spec in enumerate(groups) if not keeps_checkpoints(spec.kind)]
+        if len(remembering) in (0, len(groups)):
+            return 0
+        return longest_hit(
+            [groups[index] for index in remembering],
+            cap,
+            self._layout.granularity,
+            lambda index, ordinal: self.present(remembering[index], ordinal),
+        )
+
     def _locate(self, group: int, ordinal: int) -> Source | None:
         spec = self._layout.groups[group]
         if not self._chain.covers(spec.hash_unit, ordinal):
             return None
-        key = BlockKey(spec.group, self._chain.digest(spec.hash_unit, ordinal))
+        key = self._key(spec, ordinal)
         entry = self._directory.get(key)
         if entry is not None:
             device = entry.places.get(DEVICE)
@@ -87,8 +129,8 @@ class Presence:
                 place: Place | None = entry.places.get(tier)
                 if place is not None and place.ready:
                     return Source(tier, place.slot, None)
-        for tier, keys in self._overlays.items():
-            if key in keys:
+        for tier, answers in self._answers.items():
+            if answers.get(key):
                 return Source(tier, HOLE, None)
         return None
 

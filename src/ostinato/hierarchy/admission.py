@@ -10,13 +10,14 @@ Why hold before taking: taking slots may evict idle ones, and the hit's own bloc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
-from ostinato.cache.directory import Place
+from ostinato.cache.directory import Entry, Place
 from ostinato.cache.keys import BlockKey
 from ostinato.cache.pool import Lease, SlotState
 from ostinato.cache.presence import HitPlan, Presence, tokens_by_tier
 from ostinato.cache.table import BlockTable
+from ostinato.hierarchy.asking import Asker
 from ostinato.hierarchy.residency import Admission, HitReport, NoRoom, Parked, Ready, Residency
 from ostinato.hierarchy.tiers import Core
 from ostinato.ids import DEVICE, HOLE, JobId, Ordinal, RequestId, SlotId, Step, TicketId, TierId
@@ -31,7 +32,14 @@ class Admitter:
         self._core = core
         self._clock = clock
         self._requests = requests
+        self._asker = Asker(core, clock)
         self._tickets = 0
+        self._marked: list[Entry] = []
+
+    def take_marked(self) -> list[Entry]:
+        """Entries on the device that hits made boundaries, since the last call."""
+        marked, self._marked = self._marked, []
+        return marked
 
     def admit(self, request: Residency, step: Step) -> Admission:
         assert request.table is None and request.ticket is None, "admitted twice"
@@ -41,11 +49,10 @@ class Admitter:
             return NoRoom(blocked)
         if core.config.reuse:
             request.chain.update(request.tokens)
-        overlays = self._ask(request)
-        if overlays is None:
+        presence = self._asker.presence(request)
+        if presence is None:
             return self._park(request, set(), request.probing_until or 0.0)
-        tiers = [tier for tier in core.lower if tier not in request.denied]
-        presence = Presence(core.directory, core.layout, request.chain, tiers, overlays)
+        request.answers.clear()
         plan, needs = self._plan(request, presence)
         short_by = needs + self._reserved() - core.device.pool.available
         if short_by > 0:
@@ -55,40 +62,10 @@ class Admitter:
         request.needs = 0
         jobs = self._hold(request, plan, step)
         self._mark(request, plan.hit)
+        self._note_junction(request, presence, plan.hit.tokens)
         if jobs or plan.joins:
             return self._park(request, jobs | plan.joins, self._clock() + core.config.load_deadline_s)
         return Ready(request.hit)
-
-    def _ask(self, request: Residency) -> dict[TierId, set[BlockKey]] | None:
-        """What the asked tiers hold of this prompt; None while one of them has not answered."""
-        overlays: dict[TierId, set[BlockKey]] = {}
-        silent: set[TierId] = set()
-        for tier, probe in self._core.asked.items():
-            if tier in request.denied or not request.chain.digests:
-                continue
-            keys = list(self._all_keys(request))
-            answer = probe.probe(keys)
-            if answer is None:
-                silent.add(tier)
-            else:
-                overlays[tier] = {key for key, held in zip(keys, answer, strict=True) if held}
-        if not silent:
-            request.probing_until = None
-            return overlays
-        now = self._clock()
-        if request.probing_until is None:
-            request.probing_until = now + self._core.config.probe_deadline_s
-        if now < request.probing_until:
-            return None
-        # Once is enough: without room now, the next try must not wait for the same tiers again.
-        request.denied |= silent
-        request.probing_until = None
-        return overlays
-
-    def _all_keys(self, request: Residency) -> Iterable[BlockKey]:
-        for spec in self._core.layout.groups:
-            for ordinal in range((len(request.tokens) - 1) // spec.hash_unit):
-                yield BlockKey(spec.group, request.chain.digest(spec.hash_unit, ordinal))
 
     def _plan(self, request: Residency, presence: Presence) -> tuple[AdmissionPlan, int]:
         """The longest hit that fits an empty pool, and the pages that it needs.
@@ -214,9 +191,20 @@ class Admitter:
         for spec, sources in zip(self._core.layout.groups, hit.sources, strict=True):
             for ordinal in sources:
                 entry = directory.get(BlockKey(spec.group, request.chain.digest(spec.hash_unit, ordinal)))
-                if entry is not None:
-                    entry.tick = tick
+                if entry is None:
+                    continue
+                entry.tick = tick
+                if not entry.boundary:
                     entry.boundary = True
+                    self._marked.append(entry)
+
+    def _note_junction(self, request: Residency, presence: Presence, hit: int) -> None:
+        """Attention remembers this prompt further than any checkpoint: where it ends, prompts part.
+
+        The next prompt that parts there finds a checkpoint.
+        """
+        reach = presence.reach(len(request.tokens) - 1 if self._core.config.reuse else 0)
+        request.junctions = {reach} if reach > hit else set()
 
     def _park(self, request: Residency, jobs: set[JobId], deadline: float) -> Parked:
         self._tickets += 1

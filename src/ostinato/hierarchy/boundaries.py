@@ -3,29 +3,40 @@
 Owns: which units a request publishes, which of them are boundaries, what a request's end counts as used.  Does not own:
 where copies go (``stores``), eviction (``cache.retention``).  Thread: the scheduler's only.
 
-Boundaries are the prompt's end (where the same prompt, alone or continued, resumes), the end of the answer, and
-junctions (cuts at which a hit was taken; ``admission`` marks those).
+Boundaries are the prompt's end (where the same prompt, alone or continued, resumes), the end of the answer, junctions
+(cuts at which a hit was taken, which ``admission`` marks, or would have been, had there been a state), and one cut per
+doubling in long contexts of models with recurrent state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from ostinato.cache.directory import Entry, Place
 from ostinato.cache.keys import BlockKey
-from ostinato.cache.kinds import keeps_interior
+from ostinato.cache.kinds import keeps_checkpoints, keeps_interior
 from ostinato.cache.layout import GroupSpec
 from ostinato.cache.table import BlockTable
+from ostinato.hierarchy.checkpoints import lasting_cuts, prompt_cuts
 from ostinato.hierarchy.residency import Residency
 from ostinato.hierarchy.tiers import Core
-from ostinato.ids import DEVICE, Ordinal
+from ostinato.ids import DEVICE, HOLE, Ordinal, RequestId
+
+
+class Handed(NamedTuple):
+    """A checkpoint of recurrent state that became a boundary."""
+
+    request_id: RequestId
+    entry: Entry
 
 
 class Boundaries:
-    """Works on the directory's entries of one request at a time."""
+    """Works on the directory's entries of one request at a time; notes checkpoints that become boundaries."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, handed_over: list[Handed]) -> None:
         self._core = core
+        self._handed_over = handed_over
 
     def publish(self, request: Residency, table: BlockTable) -> list[Entry]:
         """Give keys to the units that are full now; returns the new entries."""
@@ -36,6 +47,8 @@ class Boundaries:
         for spec in core.layout.groups:
             for ordinal in range(request.committed[spec.group], request.computed // spec.hash_unit):
                 slot = table.slot(spec.group, ordinal // spec.page_units)
+                if slot == HOLE:  # of recurrent state only some units exist
+                    continue
                 key = BlockKey(spec.group, request.chain.digest(spec.hash_unit, ordinal))
                 place = Place(slot, core.device.pool.generation[slot], None)
                 entry = core.directory.write(key, Ordinal(ordinal), DEVICE, place, keeps_interior(spec.kind))
@@ -44,11 +57,14 @@ class Boundaries:
             request.committed[spec.group] = request.computed // spec.hash_unit
         return published
 
-    def mark_prompt_end(self, request: Residency) -> list[Entry]:
-        """Once the prompt is computed: keep the cuts at which it would resume, alone and continued."""
-        if request.computed < request.prompt_tokens:
-            return []
-        return [*self._mark(request, request.prompt_tokens - 1), *self._mark(request, request.prompt_tokens)]
+    def mark_reached(self, request: Residency, before: int) -> list[Entry]:
+        """Keep the cuts that were reached since token ``before`` and at which others may resume."""
+        layout, computed = self._core.layout, request.computed
+        cuts = [cut for cut in request.junctions if before < cut <= computed]
+        cuts += lasting_cuts(layout, before, computed)
+        if computed >= request.prompt_tokens:
+            cuts += prompt_cuts(request, layout.granularity)
+        return [entry for cut in cuts for entry in self._mark(request, cut)]
 
     def close(self, request: Residency) -> list[Entry]:
         """The request lets go: keep where it is now, and note the use.  Returns what was not marked before."""
@@ -77,6 +93,8 @@ class Boundaries:
                 if not entry.boundary:
                     entry.boundary = True
                     marked.append(entry)
+                    if keeps_checkpoints(spec.kind):
+                        self._handed_over.append(Handed(request.request_id, entry))
         return marked
 
     def _required(self, request: Residency, spec: GroupSpec, cut: int) -> Iterator[Entry]:

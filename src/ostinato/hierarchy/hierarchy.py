@@ -19,12 +19,13 @@ from collections.abc import Callable, Sequence
 from ostinato.cache.audit import audit_directory, audit_pool, audit_tables
 from ostinato.cache.keys import KeyChain
 from ostinato.cache.ports import Observer
-from ostinato.cache.table import BlockTable
+from ostinato.cache.table import BlockTable, StatePlan
 from ostinato.hierarchy.admission import Admitter
-from ostinato.hierarchy.boundaries import Boundaries
+from ostinato.hierarchy.boundaries import Boundaries, Handed
+from ostinato.hierarchy.checkpoints import Checkpoints
 from ostinato.hierarchy.residency import Admission, NoRoom, Residency, Woken
 from ostinato.hierarchy.settlement import Settlement
-from ostinato.hierarchy.stores import Stores
+from ostinato.hierarchy.stores import Stores, make_room
 from ostinato.hierarchy.tiers import Core
 from ostinato.ids import JobId, RequestId, Step
 from ostinato.transfer.job import PageCopy, TransferOrder, TransferReport
@@ -40,12 +41,17 @@ class CacheHierarchy:
         self.core = core
         self.requests: dict[RequestId, Residency] = {}
         self.observers: tuple[Observer, ...] = ()
+        self.handed_over: list[Handed] = []
+        """Checkpoints that became boundaries in the step that is being settled."""
         self.step = Step(0)
-        """The last step whose work is finished."""
+        """The last step that is settled."""
+        self.computed_step = Step(0)
+        """The last step whose results were taken in."""
         self._seed = seed
         self._clock = clock
         self._admitter = Admitter(core, clock, self.requests)
-        self._boundaries = Boundaries(core)
+        self._boundaries = Boundaries(core, self.handed_over)
+        self._checkpoints = Checkpoints(core)
         self._stores = Stores(core)
         self._settlement = Settlement(core, self.requests)
 
@@ -59,22 +65,29 @@ class CacheHierarchy:
 
     def admit(self, request_id: RequestId) -> Admission:
         request = self.requests[request_id]
+        for observer in self.observers:
+            observer.on_admit(request_id, len(request.tokens))
         answer = self._admitter.admit(request, self.step)
-        if isinstance(answer, NoRoom) and self._stores.make_room(answer.short_by):
+        if isinstance(answer, NoRoom) and make_room(self.core, answer.short_by):
             answer = self._admitter.admit(request, self.step)
+        self._stores.secure(self._admitter.take_marked(), self.step)
         return answer
 
     def grow(self, request_id: RequestId, tokens: int) -> bool:
-        """Make room for the first ``tokens`` tokens in every group, or change nothing and return False."""
+        """Make room to compute up to token ``tokens`` in every group, or change nothing and return False.
+
+        True obliges: the chunk is computed in the next step, or the request gives up its table.
+        """
         request = self.requests[request_id]
         table, pool = _table(request), self.core.device.pool
-        count = table.missing_pages(tokens)
+        stops = self._checkpoints.stops(request, tokens)
+        count = table.missing_pages(request.computed, stops)
         if count > pool.available:
-            self._stores.make_room(count - pool.available)
+            make_room(self.core, count - pool.available)
         taken = pool.take(count, table.lease.owner)
         if taken is None:
             return False
-        table.grow(tokens, taken)
+        request.state = table.grow(request.computed, stops, taken)
         return True
 
     def chunk_without_loss(self, request_id: RequestId, wanted: int) -> int:
@@ -84,33 +97,40 @@ class CacheHierarchy:
         boundaries, smaller chunks do too, and nothing that others may resume at is lost for the passage.
         """
         request, core = self.requests[request_id], self.core
-        table, tokens = _table(request), len(request.tokens)
+        table, start, tokens = _table(request), request.computed, len(request.tokens)
         if core.unsaved(core.layout.resident_pages(tokens) - table.held()):
             return wanted
-        while wanted > SMALL_CHUNK and core.unsaved(table.missing_pages(request.computed + wanted)):
+        while wanted > SMALL_CHUNK and core.unsaved(table.missing_pages(start, (start + wanted,))):
             wanted = max(SMALL_CHUNK, wanted // 2)
         return wanted
 
-    def take_copies(self, request_id: RequestId, step: Step) -> tuple[PageCopy, ...]:
-        """Copies that the worker must make before the request's first tokens of ``step``."""
+    def take_orders(self, request_id: RequestId, step: Step) -> tuple[tuple[PageCopy, ...], StatePlan | None]:
+        """What the worker must know beside the rows for the request's part of ``step``.
+
+        Copies to make before its first tokens, and where the chunk that :meth:`grow` made room for reads and writes
+        recurrent state (None without any).
+        """
         request = self.requests[request_id]
-        copies, request.copies = request.copies, ()
+        orders = request.copies, request.state
+        request.copies, request.state = (), None
         if request.copy_lease is not None:
             request.copy_lease.release(fence=step)
             request.copy_lease = None
-        return copies
+        return orders
 
     def commit(self, request_id: RequestId, computed: int, step: Step) -> None:
         """``step`` has computed the request's KV up to token ``computed``: publish full units, let stale pages go."""
         request = self.requests[request_id]
         table = _table(request)
-        request.computed = computed
+        before, request.computed = request.computed, computed
+        self.computed_step = step
         if self.core.config.reuse:
             published = self._boundaries.publish(request, table)
             # Marked before anything is offered, so that boundaries come first when there is not room for all.
-            marked = self._boundaries.mark_prompt_end(request)
+            marked = self._boundaries.mark_reached(request, before)
             self._stores.offer(published, step)
-            self._stores.secure(marked, step)
+            fresh = set(published)
+            self._stores.secure([entry for entry in marked if entry not in fresh], step)
         for observer in self.observers:
             observer.on_commit(request_id, computed)
         table.trim(computed, fence=step)
@@ -135,7 +155,7 @@ class CacheHierarchy:
 
     def settle(self, step: Step, reports: Sequence[TransferReport]) -> list[Woken]:
         """Everything up to ``step`` is finished and ``reports`` arrived; returns the requests that can go on."""
-        self.step = step
+        self.step = self.computed_step = step
         self.core.device.pool.settle(step)
         self._settlement.apply(reports)
         self._settlement.expire(self._clock())
@@ -146,6 +166,7 @@ class CacheHierarchy:
         self._stores.demote(step)
         for observer in self.observers:
             observer.on_step_end(step)
+        self.handed_over.clear()
         return woken
 
     def dispatch(self) -> tuple[tuple[TransferOrder, ...], tuple[JobId, ...]]:
@@ -171,7 +192,7 @@ class CacheHierarchy:
             return
         for observer in self.observers:
             observer.on_release(request.request_id)
-        table, request.table = request.table, None
+        table, request.table, request.state = request.table, None, None
         if self.core.config.reuse and request.computed:
             self._stores.secure(self._boundaries.close(request), self.step)
         table.lease.release(fence)

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from ostinato.cache.keys import KeyChain
+from ostinato.cache.keys import BlockKey, KeyChain
 from ostinato.cache.pool import Lease
-from ostinato.cache.table import BlockTable
+from ostinato.cache.table import BlockTable, StatePlan
 from ostinato.ids import JobId, RequestId, TicketId, TierId
 from ostinato.transfer.job import PageCopy
 
@@ -70,7 +70,8 @@ class Residency:
     """One request.  ``tokens`` is the scheduler's own list, which grows as tokens are sampled.
 
     ``computed``: tokens whose KV is in the table.  ``committed[g]``: units of group ``g`` that were published.
-    ``boundaries_at``: cuts already marked.  ``denied``: tiers that failed this request.
+    ``boundaries_at``: cuts already marked.  ``junctions``: cuts that attention could resume at and state could not.
+    ``denied``: tiers that failed this request.  ``state``: what the next plan tells of its recurrent state.
     """
 
     request_id: RequestId
@@ -83,6 +84,8 @@ class Residency:
     hit: HitReport = field(default_factory=HitReport)
     ticket: Parked | None = None
     probing_until: float | None = None
+    answers: dict[TierId, dict[BlockKey, bool]] = field(default_factory=dict)
+    """What asked tiers said for the admission that is under way."""
     denied: set[TierId] = field(default_factory=set)
     failures: int = 0
     needs: int = 0
@@ -90,5 +93,7 @@ class Residency:
     matched_at: int = 0
     """...or the directory has published more than it had at that try."""
     boundaries_at: set[int] = field(default_factory=set)
+    junctions: set[int] = field(default_factory=set)
+    state: StatePlan | None = None
     copies: tuple[PageCopy, ...] = ()
     copy_lease: Lease | None = None

@@ -3,7 +3,9 @@
 Owns: what is offered to which tier, and the share of the device that stores may pin.  Does not own: what a report
 means (``settlement``).  A store is never owed: one that finds no room is skipped.  An owned tier gets another chance
 when the block turns out to be a boundary, and once more before the device evicts it; an asked tier is offered a block
-once, when it fills.  A block whose stores fail is soon left alone, or a broken tier would be kept busy for ever.
+once: when it fills, or, a state checkpoint, when it turns out to be a boundary (the others go nowhere: each is as big
+as many blocks, and all of them are on the way to one that is kept).  A block whose stores fail is soon left alone, or a
+broken tier would be kept busy for ever.
 Thread: the scheduler's only.
 """
 
@@ -18,7 +20,7 @@ from ostinato.cache.retention import rank_of
 from ostinato.hierarchy.tiers import Core, OwnedTier, StoreMode
 from ostinato.ids import DEVICE, HOLE, JobId, SlotId, Step, TierId
 from ostinato.transfer.book import release
-from ostinato.transfer.job import JobKind, JobState, Move, TransferOrder
+from ostinato.transfer.job import Blocks, JobKind, JobState, Move, TransferOrder
 
 LOOK_AHEAD_STEPS = 3
 """Evictions looked ahead for, in steps: what the next one takes, what is being copied, and one that is late."""
@@ -38,22 +40,29 @@ class Stores:
 
     def offer(self, entries: Sequence[Entry], step: Step) -> None:
         """Blocks that just became full: eager tiers and asked tiers take them now."""
-        self.secure(entries, step)
-        entries = [entry for entry in entries if self._is_storable(entry)]
+        storable = [entry for entry in entries if self._is_storable(entry)]
+        self._store_eagerly(storable, step)
+        self._ask(storable, step)
+
+    def secure(self, entries: Sequence[Entry], step: Step) -> None:
+        """Blocks that turned out to be boundaries: eager tiers take what they do not have yet."""
+        storable = [entry for entry in entries if self._is_storable(entry)]
+        self._store_eagerly(storable, step)
+        self._ask([entry for entry in storable if self._core.is_checkpoint(entry)], step)
+
+    def _store_eagerly(self, entries: Sequence[Entry], step: Step) -> None:
+        for tier in self._core.lower.values():
+            if entries and tier.mode is StoreMode.EAGER:
+                self._store(tier, entries, step)
+
+    def _ask(self, entries: Sequence[Entry], step: Step) -> None:
         if not entries:
             return
         for tier_id, probe in self._core.asked.items():
             wanted = probe.offer([entry.key for entry in entries])
             pages = self._pages(entry for entry, wants in zip(entries, wanted, strict=True) if wants)
             if pages:
-                self._order(tier_id, [(entry, HOLE) for page in pages for entry in page], None, step)
-
-    def secure(self, entries: Sequence[Entry], step: Step) -> None:
-        """Blocks that turned out to be boundaries: eager tiers take what they do not have yet."""
-        storable = [entry for entry in entries if self._is_storable(entry)]
-        for tier in self._core.lower.values():
-            if storable and tier.mode is StoreMode.EAGER:
-                self._store(tier, storable, step)
+                order_store(self._core, tier_id, [(entry, HOLE) for page in pages for entry in page], None, step)
 
     def demote(self, step: Step) -> None:
         """Under pressure, copy what the device would evict next and no owned tier below holds."""
@@ -79,32 +88,11 @@ class Stores:
         lost = core.book.stats.failed_moves + sum(tier.retention.evictions for tier in core.lower.values())
         return (core.directory.written, core.directory.tick, device.retention.evictions, len(device.retention), lost)
 
-    def make_room(self, short_by: int) -> bool:
-        """Pressure: take back the stores that no mover has seen, if that gives ``short_by`` device slots."""
-        core = self._core
-        queued = [job for job in core.book if job.state is JobState.QUEUED and job.order.kind is JobKind.STORE]
-        pins = Counter(slot for job in queued for slot in job.device_lease.slots)
-        if sum(core.device.pool.references(slot) == count for slot, count in pins.items()) < short_by:
-            return False
-        for job in core.book.revoke(JobKind.STORE):
-            self._withdraw(job.order.tier, job.order.moves)
-            release(job)
-        return True
-
-    def _withdraw(self, tier: TierId, moves: Iterable[Move]) -> None:
-        if tier in self._core.lower:
-            for move in moves:
-                self._core.directory.withdraw(move.key, tier)
-
     def _is_storable(self, entry: Entry) -> bool:
         place = entry.places.get(DEVICE)
-        return place is not None and place.ready and entry.failed_stores < MAX_STORE_FAILURES
-
-    def _pin_room(self) -> int:
-        """Device slots that stores may still pin."""
-        core = self._core
-        pinned = sum(len(job.device_lease.slots) for job in core.book if job.order.kind is JobKind.STORE)
-        return int(core.config.pin_share * core.device.pool.capacity) - pinned
+        if place is None or not place.ready or entry.failed_stores >= MAX_STORE_FAILURES:
+            return False
+        return entry.boundary or not self._core.is_checkpoint(entry)
 
     def _pages(self, entries: Iterable[Entry]) -> list[list[Entry]]:
         """Entries by device page, the most valuable first; no more pages than stores may still pin."""
@@ -112,7 +100,7 @@ class Stores:
         for entry in entries:
             pages.setdefault(entry.places[DEVICE].slot, []).append(entry)
         ranked = sorted(pages.values(), key=rank_of, reverse=True)
-        return ranked[: max(0, self._pin_room())]
+        return ranked[: max(0, pin_room(self._core))]
 
     def _store(self, tier: OwnedTier, entries: Sequence[Entry], step: Step) -> None:
         """Order a store of what ``tier`` lacks of ``entries``: one tier slot per device page."""
@@ -122,21 +110,49 @@ class Stores:
         if not pairs:
             lease.release()
             return
-        job_id = self._order(tier.tier, pairs, lease, step)
+        job_id = order_store(self._core, tier.tier, pairs, lease, step)
         for entry, slot in pairs:
             place = Place(slot, tier.pool.generation[slot], job_id)
             self._core.directory.write(entry.key, entry.ordinal, tier.tier, place, entry.boundary)
 
-    def _order(self, tier: TierId, pairs: Sequence[tuple[Entry, SlotId]], lease: Lease | None, step: Step) -> JobId:
-        core = self._core
-        job_id = core.book.new_id()
-        moves = []
-        for entry, target in pairs:
-            spec = core.layout.groups[entry.key.group]
-            offset = entry.ordinal % spec.page_units * spec.unit_stride
-            source = entry.places[DEVICE].slot
-            moves.append(Move(entry.key, entry.ordinal, source, target, offset, spec.unit_bytes))
-        held = core.device.pool.share([move.device_slot for move in moves], f"store {job_id}")
-        order = TransferOrder(job_id, JobKind.STORE, tier, tuple(moves), step)
-        core.book.open(order, held, lease, core.config.store_deadline_s)
-        return job_id
+
+def order_store(
+    core: Core,
+    tier: TierId,
+    pairs: Sequence[tuple[Entry, SlotId]],
+    lease: Lease | None,
+    step: Step,
+    blocks: Blocks = (),
+) -> JobId:
+    """Order a store of device copies; each entry with its slot in an owned tier, or HOLE.  Pins each page once."""
+    job_id = core.book.new_id()
+    moves = []
+    for entry, target in pairs:
+        spec = core.layout.groups[entry.key.group]
+        offset = entry.ordinal % spec.page_units * spec.unit_stride
+        source = entry.places[DEVICE].slot
+        moves.append(Move(entry.key, entry.ordinal, source, target, offset, spec.unit_bytes))
+    held = core.device.pool.share([move.device_slot for move in moves], f"store {job_id}")
+    order = TransferOrder(job_id, JobKind.STORE, tier, tuple(moves), step, blocks)
+    core.book.open(order, held, lease, core.config.store_deadline_s)
+    return job_id
+
+
+def pin_room(core: Core) -> int:
+    """Device slots that stores may still pin."""
+    pinned = sum(len(job.device_lease.slots) for job in core.book if job.order.kind is JobKind.STORE)
+    return int(core.config.pin_share * core.device.pool.capacity) - pinned
+
+
+def make_room(core: Core, short_by: int) -> bool:
+    """Pressure: take back the stores that no mover has seen, if that gives ``short_by`` device slots."""
+    queued = [job for job in core.book if job.state is JobState.QUEUED and job.order.kind is JobKind.STORE]
+    pins = Counter(slot for job in queued for slot in job.device_lease.slots)
+    if sum(core.device.pool.references(slot) == count for slot, count in pins.items()) < short_by:
+        return False
+    for job in core.book.revoke(JobKind.STORE):
+        if job.order.tier in core.lower:
+            for move in job.order.moves:
+                core.directory.withdraw(move.key, job.order.tier)
+        release(job)
+    return True

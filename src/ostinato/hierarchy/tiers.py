@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from ostinato.cache.directory import Directory
+from ostinato.cache.directory import Directory, Entry
+from ostinato.cache.kinds import keeps_checkpoints
 from ostinato.cache.layout import CacheLayout
 from ostinato.cache.pool import Lease, SlotPool
 from ostinato.cache.ports import Probe
@@ -89,6 +90,19 @@ class Core:
             for slot in victims
             for entry in self.directory.contents(DEVICE, slot)
         )
+
+    def is_checkpoint(self, entry: Entry) -> bool:
+        """Whether the entry is a state of everything before it, rather than what some tokens left behind."""
+        return keeps_checkpoints(self.layout.groups[entry.key.group].kind)
+
+    def spare(self, limit: int) -> int:
+        """Device pages, up to ``limit``, that can be taken without evicting a boundary."""
+        free = len(self.device.pool.free_slots)
+        victims = self.device.retention.candidates(limit - free) if free < limit else ()
+        for count, slot in enumerate(victims):
+            if self.device.retention.rank(slot)[0]:
+                return free + count
+        return min(limit, free + len(victims))
 
     def drop_idle(self, device_only: bool = False) -> int:
         """Forget everything that nobody holds; returns how many slots came free."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ostinato.cache.table import StatePlan
 from ostinato.ids import JobId, RequestId, SlotId, Step
 from ostinato.sampling_params import SamplingParams
 from ostinato.transfer.job import PageCopy, TransferOrder, TransferReport
 
-__all__ = ["PageCopy", "SampledToken", "SequencePlan", "StepPlan", "StepResult"]
+__all__ = ["PageCopy", "SampledToken", "SequencePlan", "StatePlan", "StepPlan", "StepResult"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,8 @@ class SequencePlan:
 
     ``new_pages[g]`` are appended to the worker's row of group ``g`` (HOLEs included); ``fresh`` first clears the rows
     (a new request, or one that was preempted).  ``sample``: the last token's logits are sampled, as output number
-    ``sampled_before`` of the request (0 = first), with ``sampling`` (given when fresh).
+    ``sampled_before`` of the request (0 = first), with ``sampling`` (given when fresh).  ``state`` is given when the
+    model keeps recurrent state; ``new_pages`` of those groups are empty.
     """
 
     request_id: RequestId
@@ -32,6 +34,7 @@ class SequencePlan:
     sample: bool
     sampled_before: int = 0
     sampling: SamplingParams | None = None
+    state: StatePlan | None = None
 
 
 @dataclass(frozen=True, slots=True)

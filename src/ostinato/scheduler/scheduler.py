@@ -161,22 +161,22 @@ class Scheduler:
         """One request's share of the step, with the pages that the worker does not know yet."""
         fresh = request.phase is Phase.READY
         request.phase = Phase.RUNNING
-        copies.extend(self.cache.take_copies(request.request_id, self._step))
-        rows = self.cache.table(request.request_id).rows
+        page_copies, state = self.cache.take_orders(request.request_id, self._step)
+        copies.extend(page_copies)
+        table = self.cache.table(request.request_id)
         if fresh:
-            request.sent = [0] * len(rows)
-        new_pages = tuple(tuple(row[known:]) for row, known in zip(rows, request.sent, strict=True))
-        request.sent = [len(row) for row in rows]
+            request.sent = [0] * len(table.rows)
         stop = request.computed + count
         return SequencePlan(
             request.request_id,
             request.computed,
             tuple(request.tokens[request.computed : stop]),
-            new_pages,
+            table.new_pages(request.sent),
             fresh,
             sample=stop == len(request.tokens),
             sampled_before=request.sampled,
             sampling=request.sampling if fresh else None,
+            state=state,
         )
 
     def _hold(self, request: Request) -> None:

@@ -33,7 +33,7 @@ class Book:
 
     def __init__(self, world_size: int = 1) -> None:
         self.stats = BookStats()
-        self._world_size = world_size
+        self.world_size = world_size
         self._open: dict[JobId, TransferJob] = {}
         self._queue: dict[JobId, TransferJob] = {}
         self._next_id = 0
@@ -74,12 +74,12 @@ class Book:
         if job is None or job.state is JobState.QUEUED:
             self.stats.late_reports += 1
             return None
-        if report.rank in job.reported or not 0 <= report.rank < self._world_size:
+        if report.rank in job.reported or not 0 <= report.rank < self.world_size:
             self.stats.duplicate_reports += 1
             return None
         job.reported.add(report.rank)
         job.failed.update(index for index in report.failed if 0 <= index < len(job.order.moves))
-        if len(job.reported) < self._world_size:
+        if len(job.reported) < self.world_size:
             return None
         del self._open[report.job_id]
         self._count(job)

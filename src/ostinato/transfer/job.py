@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypeAlias
 
 from ostinato.cache.keys import BlockKey
 from ostinato.cache.pool import Lease
@@ -50,15 +51,23 @@ class Move:
     length: int
 
 
+Blocks: TypeAlias = tuple[tuple[SlotId, ...], ...]
+"""Device pages of all groups by position, HOLEs included."""
+
+
 @dataclass(frozen=True, slots=True)
 class TransferOrder:
-    """What a mover is asked to do.  It must not read or write the device before step ``after_step`` has finished."""
+    """What a mover is asked to do.  It must not read or write the device before step ``after_step`` has finished.
+
+    ``blocks``: the rows as they were when a connector emitted the order itself; empty for the core's own orders.
+    """
 
     job_id: JobId
     kind: JobKind
     tier: TierId
     moves: tuple[Move, ...]
     after_step: Step
+    blocks: Blocks = ()
 
     @property
     def total_bytes(self) -> int:
