@@ -10,7 +10,7 @@ from field.rig import Rig, fake_rig, layout_of
 from field.scripted import ScriptedTier
 from ostinato.cache.kinds import Full, Window
 from ostinato.connectors.api import Hook
-from ostinato.connectors.context import KVConnectorSchedulerContext
+from ostinato.connectors.context import KVConnectorSchedulerContext, Source
 from ostinato.ids import RequestId, SlotId, Step
 
 LAYOUT = layout_of(Full(), Window(32))
@@ -55,4 +55,4 @@ def observed(slots: int = 100, **options: Any) -> tuple[Observer, Rig]:
 
 def bare_context(slots: int = 8, ranks: int = 1) -> tuple[KVConnectorSchedulerContext, Any, Any]:
     pool, retention, directory = make_pool(slots)
-    return KVConnectorSchedulerContext({}.get, pool, retention, directory, world_size=ranks), pool, directory
+    return KVConnectorSchedulerContext(Source({}.get), pool, retention, directory, ranks), pool, directory

@@ -16,7 +16,7 @@ from ostinato.cache.keys import BlockKey, KeyChain
 from ostinato.cache.kinds import Full
 from ostinato.cache.table import BlockTable
 from ostinato.connectors.api import Hook
-from ostinato.connectors.context import BoundaryState, KVConnectorSchedulerContext, PoolStats
+from ostinato.connectors.context import BoundaryState, KVConnectorSchedulerContext, PoolStats, Source
 from ostinato.errors import ConnectorError, StaleViewError
 from ostinato.ids import DEVICE, HOLE, GroupId, Ordinal, SlotId
 
@@ -143,13 +143,13 @@ class TestFacts:
     def test_boundary_states_can_be_read_by_all(self) -> None:
         pool, retention, directory = make_pool(4)
         states = [BoundaryState(NAMES[0], GroupId(1), 64, SlotId(2))]
-        context = KVConnectorSchedulerContext({}.get, pool, retention, directory, lambda: states)
+        context = KVConnectorSchedulerContext(Source({}.get, lambda: states), pool, retention, directory)
         assert list(context.boundary_states()) == list(context.boundary_states()) == states
 
     def test_there_is_no_way_to_allocate_or_free(self) -> None:
         public = {name for name in dir(KVConnectorSchedulerContext) if not name.startswith("_")}
         assert public == {
-            "blocks", "pin", "boundary_states", "cached", "eviction_candidates", "pool_stats", "expire",
+            "blocks", "digests", "pin", "emit", "boundary_states", "cached", "eviction_candidates", "pool_stats", "expire",
         }  # fmt: skip
 
 
@@ -218,7 +218,7 @@ def borrow_seconds(blocks: int) -> float:
     pool, retention, directory = make_pool(blocks)
     table = BlockTable(NAMES[0], layout_of(Full()).groups, pool.take(blocks, "table"))
     table.rows[0].extend(table.lease.slots)
-    context = KVConnectorSchedulerContext({NAMES[0]: table}.get, pool, retention, directory)
+    context = KVConnectorSchedulerContext(Source({NAMES[0]: table}.get), pool, retention, directory)
     best = 1.0
     for _ in range(200):
         start = time.perf_counter()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,12 +17,11 @@ import torch
 
 from core.builders import make_core
 from field.scripted import Clock, ScriptedTier, poison_on_take
-from ostinato.cache.kinds import Full, Kind, Window
+from ostinato.cache.kinds import Chunked, Full, Kind, Window, keeps_checkpoints
 from ostinato.cache.layout import CacheLayout, GroupSpec
 from ostinato.cache.pool import SlotState
 from ostinato.connectors.api import Ownership
-from ostinato.connectors.context import KVConnectorSchedulerContext
-from ostinato.connectors.hooks import HookCaller
+from ostinato.engine.binding import bind_connectors
 from ostinato.engine.build import NoTokenizer
 from ostinato.engine.loop import Engine, Limits, Prompt
 from ostinato.engine.outputs import RequestOutput
@@ -44,6 +44,16 @@ def layout_of(*kinds: Kind, unit: int = 16) -> CacheLayout:
     return CacheLayout(tuple(groups), 64)
 
 
+def shaped(*shapes: tuple[Kind, int, int]) -> CacheLayout:
+    """One group for each ``(kind, hash unit, hash units per page)``, with pages as small as they can be."""
+    page_bytes = 64 * math.lcm(*(page_units for _, _, page_units in shapes))
+    groups = tuple(
+        GroupSpec(GroupId(index), kind, (index,), unit, page_units, unit, UNIT_BYTES, page_bytes // page_units)
+        for index, (kind, unit, page_units) in enumerate(shapes)
+    )
+    return CacheLayout(groups, page_bytes)
+
+
 def greedy(count: int = 1, digest: bool = True) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logits_digest=digest)
 
@@ -56,6 +66,8 @@ def units_read(kind: Kind, start: int, unit: int) -> range:
         case Window(window, sinks):
             assert not sinks
             first = max(0, start - window + 1)  # the first query sees itself and window - 1 tokens before it
+        case Chunked(chunk):
+            first = start // chunk * chunk
         case _:
             raise AssertionError(f"{kind} has no mask here")
     return range(first // unit, -(-start // unit)) if first < start else range(0)
@@ -81,7 +93,7 @@ def expected_tokens(prompt: Sequence[int], count: int, salt: str = "") -> tuple[
 
 
 class FakeWorker:
-    """Carries out step plans over pages of 64 bytes; movers attach as they do to the real worker."""
+    """Carries out step plans over pages of bytes; movers attach as they do to the real worker."""
 
     def __init__(self, layout: CacheLayout, pages: int) -> None:
         self.layout = layout
@@ -91,6 +103,7 @@ class FakeWorker:
         self.steps = 0
         self._rows: dict[RequestId, tuple[list[int], ...]] = {}
         self._states: dict[RequestId, list[bytes]] = {}
+        self._known: dict[RequestId, Any] = {}
 
     def copy(self, source: Any, target: Any, source_index: Sequence[int], target_index: Sequence[int]) -> None:
         target[list(target_index)] = source[list(source_index)]
@@ -118,6 +131,7 @@ class FakeWorker:
         for name in plan.finished:
             self._rows.pop(name, None)
             self._states.pop(name, None)
+            self._known.pop(name, None)
         sampled = tuple(token for sequence in plan.sequences for token in self._compute(sequence))
         reports = tuple(report for mover in self.movers.values() for report in mover.poll())
         return StepResult(plan.step, sampled, reports)
@@ -131,15 +145,37 @@ class FakeWorker:
             row.extend(new)
         states = self._states_of(name, stop)
         for spec, row in zip(self.layout.groups, self._rows[name], strict=True):
+            if keeps_checkpoints(spec.kind):
+                self._scan(sequence, spec, states)
+                continue
             self._check_reads(sequence, spec, row, states)
             for ordinal in range(sequence.start // spec.hash_unit, -(-stop // spec.hash_unit)):
-                slot = row[ordinal]
-                assert slot != HOLE, f"{name} has no page for unit {ordinal} of group {spec.group}"
-                self.pages[slot, :UNIT_BYTES] = _content(spec, states[min((ordinal + 1) * spec.hash_unit, stop)])
+                unit = self._unit(spec, row, ordinal)
+                assert unit is not None, f"{name} has no page for unit {ordinal} of group {spec.group}"
+                unit[:] = _content(spec, states[min((ordinal + 1) * spec.hash_unit, stop)])
         return [SampledToken(name, next_token(states[stop]), states[stop])] if sequence.sample else []
 
+    def _scan(self, sequence: SequencePlan, spec: GroupSpec, states: list[bytes]) -> None:
+        """Recurrent state: read once at the start of the chunk, written at each stop."""
+        assert sequence.state is not None
+        slot = sequence.state.read[spec.group]
+        assert (slot == HOLE) == (sequence.start == 0), sequence
+        if sequence.start:
+            expected = _content(spec, states[sequence.start])
+            assert torch.equal(self.pages[slot, : spec.unit_bytes], expected), (
+                f"{sequence.request_id} at {sequence.start} starts from another state"
+            )
+        for stop, pages in sequence.state.stops:
+            self.pages[pages[spec.group], : spec.unit_bytes] = _content(spec, states[stop])
+
+    def _unit(self, spec: GroupSpec, row: list[int], ordinal: int) -> torch.Tensor | None:
+        """The bytes of one unit; None where the row has a hole."""
+        slot, offset = row[ordinal // spec.page_units], ordinal % spec.page_units * spec.unit_stride
+        return None if slot == HOLE else self.pages[slot, offset : offset + spec.unit_bytes]
+
     def _states_of(self, name: RequestId, stop: int) -> list[bytes]:
-        request = self.requests(name)
+        # A request that was aborted after the plan was made is computed once more.
+        request = self._known[name] = self.requests(name) or self._known[name]
         states = self._states.setdefault(name, [request.salt.encode()])
         for token in request.tokens[len(states) - 1 : stop]:
             states.append(link(states[-1], token))
@@ -148,13 +184,14 @@ class FakeWorker:
     def _check_reads(self, sequence: SequencePlan, spec: GroupSpec, row: list[int], states: list[bytes]) -> None:
         for ordinal in units_read(spec.kind, sequence.start, spec.hash_unit):
             where = f"{sequence.request_id} reads unit {ordinal} of group {spec.group} at {sequence.start}"
-            assert row[ordinal] != HOLE, f"{where}: a hole"
+            unit = self._unit(spec, row, ordinal)
+            assert unit is not None, f"{where}: a hole"
             expected = _content(spec, states[min((ordinal + 1) * spec.hash_unit, sequence.start)])
-            assert torch.equal(self.pages[row[ordinal], :UNIT_BYTES], expected), f"{where}: wrong content"
+            assert torch.equal(unit, expected), f"{where}: wrong content"
 
 
 def _content(spec: GroupSpec, state: bytes) -> torch.Tensor:
-    digest = hashlib.blake2b(state + bytes([spec.group]), digest_size=UNIT_BYTES).digest()
+    digest = hashlib.shake_128(state + bytes([spec.group])).digest(spec.unit_bytes)
     return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
 
 
@@ -248,8 +285,9 @@ def fake_rig(
     step_tokens: int = 64,
     policy: Policy = Policy.FCFS,
     max_running: int = 64,
+    audited: bool = True,
 ) -> Rig:
-    """An engine over the fake worker, audited after every step."""
+    """An engine over the fake worker, audited after every step (a walk over all that is cached)."""
     clock = Clock()
     owned = [tier for tier in tiers if tier.capabilities.ownership is Ownership.OWNED]
     modes = {True: StoreMode.EAGER, False: StoreMode.LAZY}
@@ -265,25 +303,13 @@ def fake_rig(
     poison_on_take(core.device.pool, lambda slot: worker.pages[slot].fill_(0xFF))
     for tier in tiers:
         worker.movers[tier.tier] = tier.make_mover(worker, worker.notify)
-    _bind(cache, tiers)
+    bind_connectors(tiers, cache)
     scheduler = Scheduler(cache, SchedulerConfig(step_tokens, max_running, policy), clock)
     worker.requests = scheduler.requests.get
     limits = Limits(1 << 20, pages, layout.page_bytes)
-    engine = Engine(scheduler, worker, Vocabulary(NoTokenizer()), frozenset(), limits, cache.audit)
+    on_step = cache.audit if audited else None
+    engine = Engine(scheduler, worker, Vocabulary(NoTokenizer()), frozenset(), limits, on_step)
     return Rig(engine, cache, clock)
-
-
-def _bind(cache: CacheHierarchy, tiers: Sequence[ScriptedTier]) -> None:
-    core = cache.core
-
-    def table(name: RequestId) -> Any:
-        request = cache.requests.get(name)
-        return None if request is None else request.table
-
-    context = KVConnectorSchedulerContext(table, core.device.pool, core.device.retention, core.directory)
-    caller = HookCaller(tiers, context)
-    if caller.has_listeners:
-        cache.observers = (caller,)
 
 
 def pins(rig: Rig) -> int:

@@ -101,7 +101,7 @@ def assert_invariant(schedules: Schedules) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gemma3"])
+@pytest.mark.parametrize("name", list(tiny.FAMILIES))
 def test_tiny_models_are_bitwise_invariant(name: str, dtype: str) -> None:
     runtime = build_runtime(tiny.FAMILIES[name](getattr(torch, dtype)))
     assert runtime.promise.bitwise
@@ -122,18 +122,6 @@ def test_odd_numbers_of_threads(threads: int, dtype: str) -> None:
         assert_invariant(Schedules(runtime, prompt, others))
     finally:
         torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_mixture_promises_no_more_than_it_keeps(dtype: str) -> None:
-    """Expert products may depend on how many tokens an expert is given, and the promise says so."""
-    runtime = build_runtime(tiny.gpt_oss(getattr(torch, dtype)))
-    assert not runtime.promise.bitwise
-    prompt, *others = tiny.prompts((210, 200, 190, 180))
-    schedules = Schedules(runtime, prompt, others)
-    once, chunked = schedules.run([210]), schedules.run([7, 50, 51, 133, 160, 210])
-    tolerance = 1e-4 if dtype == "float32" else 5e-2
-    assert torch.allclose(once.logits.float(), chunked.logits.float(), atol=tolerance)
 
 
 @functools.cache

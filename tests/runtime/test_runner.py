@@ -155,8 +155,11 @@ def test_weights_that_were_packed_cannot_be_used_by_mistake() -> None:
     rows = torch.randn(3, 64)
     assert torch.allclose(packed(rows), linear(rows), atol=1e-5)
     assert packed(rows[:0]).shape == (0, 32)
-    with pytest.raises(AttributeError):
-        packed.weight  # noqa: B018
+    assert packed.weight.dtype == linear.weight.dtype
+    assert packed.weight.shape == linear.weight.shape
+    for compute in (lambda: torch.nn.functional.linear(rows, packed.weight), lambda: packed.weight @ rows.T):
+        with pytest.raises(TypeError):
+            compute()
 
 
 # -------------------------------------------------------------------------------------------------------------- steps

@@ -6,16 +6,16 @@ import gc
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as tf
 
 import tiny_models as tiny
-from ostinato import memory
-from ostinato.cache.kinds import Full, Window
-from ostinato.cache.layout import build_layout
-from ostinato.errors import CapacityError, ModelRefusedError
-from ostinato.runtime.arena import Arena
+from families.configs import build
+from ostinato.cache.kinds import Chunked, Full, State, Window
+from ostinato.errors import ModelRefusedError
+from ostinato.runtime.geometry import LayerGeometry, ModelSpecs, StateUse
 from ostinato.runtime.load import build_runtime, computes_in_bfloat16, spare_imported_modules
 from ostinato.runtime.specs import CACHE_ARGUMENTS, probe_specs
 
@@ -43,10 +43,88 @@ def test_kinds_and_shapes(name: str, kinds: list[Any], kv_heads: int, dim: int, 
     assert model.config._attn_implementation == before
 
 
-def mamba2() -> Any:
-    return tf.Mamba2ForCausalLM(
-        tf.Mamba2Config(vocab_size=64, hidden_size=64, num_hidden_layers=1, num_heads=8, head_dim=16, n_groups=1)
-    )
+W, C, F = Window(20), Chunked(32), Full()
+CONV, RECURRENT = StateUse.CONV, StateUse.RECURRENT
+
+
+def plain(kind: Any, heads: int, dim: int) -> tuple[Any, ...]:
+    return (kind, heads, dim, dim, False, None)
+
+
+def borrowed(kind: Any, heads: int, dim: int, source: int) -> tuple[Any, ...]:
+    return (kind, heads, dim, dim, False, source)
+
+
+LATENT = (F, 1, 32, 16, True, None)
+MAMBA2 = [(CONV, 0, (160, 3)), (RECURRENT, 0, (8, 16, 16))]
+MAMBA = [(CONV, 0, (128, 3)), (RECURRENT, 0, (128, 8))]
+DELTA = [(CONV, 0, (128, 3)), (RECURRENT, 0, (4, 16, 16))]
+ATTENDS = plain(F, 2, 16)
+FOUND: dict[str, tuple[list[Any], list[Any]]] = {
+    "llama4": ([plain(C, 2, 16)] * 3 + [ATTENDS], [None] * 4),
+    "gemma3n": (
+        [plain(W, 2, 16), plain(W, 2, 16), ATTENDS, plain(W, 2, 16), borrowed(W, 2, 16, 3), borrowed(F, 2, 16, 2)],
+        [None] * 6,
+    ),
+    "gemma4": (
+        [plain(W, 2, 16)] * 2 + [plain(F, 2, 32), plain(W, 2, 16), borrowed(W, 2, 16, 3), borrowed(F, 2, 32, 2)],
+        [None] * 6,
+    ),
+    "deepseek_v3": ([LATENT] * 3, [None] * 3),
+    "longcat_flash": ([LATENT] * 4, [None] * 4),
+    "minicpm3": ([LATENT] * 3, [None] * 3),
+    "qwen3_next": ([None] * 3 + [plain(F, 2, 32)], [DELTA] * 3 + [None]),
+    "kimi_linear": ([None] * 3 + [LATENT], [[(CONV, 0, (192, 3)), (RECURRENT, 0, (4, 16, 16))]] * 3 + [None]),
+    "mamba2": ([None] * 3, [MAMBA2] * 3),
+    "bamba": ([None, None, ATTENDS, None], [MAMBA2, MAMBA2, None, MAMBA2]),
+    "falcon_h1": ([ATTENDS] * 3, [MAMBA2] * 3),
+    "nemotron_h": ([None, None, None, ATTENDS], [MAMBA2, None, MAMBA2, None]),
+    "zamba2": ([None, None, plain(F, 4, 32)] * 2, [MAMBA2] * 6),
+    "mamba": ([None] * 3, [MAMBA] * 3),
+    "jamba": ([None, None, ATTENDS, None], [MAMBA, MAMBA, None, MAMBA]),
+    "lfm2": ([None, None, ATTENDS, None], [[(CONV, 0, (64, 2))]] * 2 + [None, [(CONV, 0, (64, 2))]]),
+}
+
+
+def described(shape: LayerGeometry | None) -> tuple[Any, ...] | None:
+    if shape is None:
+        return None
+    limits = {W: (20, 0), C: (0, 32), F: (0, 0)}[shape.kind]  # type: ignore[index]
+    assert (shape.window, shape.chunk) == limits
+    source = None if shape.source == shape.layer else shape.source
+    return (shape.kind, shape.kv_heads, shape.key_dim, shape.value_dim, shape.latent, source)
+
+
+@pytest.mark.parametrize("name", list(FOUND))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_each_family_keeps(name: str, dtype: torch.dtype) -> None:
+    specs = probe_specs(build(name, dtype))
+    geometry, states = FOUND[name]
+    assert [described(shape) for shape in specs.geometry] == geometry
+    found = [state and [(b.use, b.index, b.shape) for b in state.buffers] for state in specs.states]
+    assert found == states
+    check_layer_specs(specs, dtype)
+    assert specs.row_offsets == (name == "llama4"), "only Llama 4 adds the cache's length to the numbers of rows"
+    assert specs.takes_positions == (name not in ("mamba", "mamba2"))
+
+
+def check_layer_specs(specs: ModelSpecs, dtype: torch.dtype) -> None:
+    """One entry for each layer's keys and values and one for each state; convolutions in the model's dtype."""
+    own = [shape for shape in specs.geometry if shape is not None and shape.source == shape.layer]
+    attends = [layer for layer in specs.layers if layer.kind != State()]
+    assert [layer.index for layer in attends] == [shape.layer for shape in own]
+    assert [sum(layer.parts) for layer in attends] == [
+        shape.kv_heads * (shape.key_dim + shape.value_dim) * dtype.itemsize for shape in own
+    ]
+    assert all(len(layer.parts) == (1 if shape.latent else 2) for layer, shape in zip(attends, own, strict=True))
+    for layer in (layer for layer in specs.layers if layer.kind == State()):
+        state = specs.states[layer.index]
+        assert state is not None
+        assert sum(layer.parts) == state.size
+        for buffer, part, end in zip(state.buffers, layer.parts, np.cumsum(layer.parts), strict=True):
+            assert buffer.dtype == (dtype if buffer.use is CONV else torch.float32)
+            assert (buffer.offset, buffer.offset % 64) == (end - part, 0)
+            assert 0 <= part - buffer.size < 64
 
 
 def bert() -> Any:
@@ -65,8 +143,8 @@ def bloom() -> Any:
     return tf.BloomForCausalLM(tf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2))
 
 
-def latent() -> Any:
-    config = tf.DeepseekV3Config(
+def indexed() -> Any:
+    config = tf.DeepseekV32Config(
         **tiny.shape(num_hidden_layers=1, num_key_value_heads=4),
         q_lora_rank=32,
         kv_lora_rank=32,
@@ -74,19 +152,41 @@ def latent() -> Any:
         qk_nope_head_dim=16,
         v_head_dim=16,
         first_k_dense_replace=1,
+        index_n_heads=2,
+        index_head_dim=32,
+        index_topk=16,
     )
-    return tf.DeepseekV3ForCausalLM(config)
+    return tf.DeepseekV32ForCausalLM(config)
 
 
-def chunked() -> Any:
-    config = tf.Llama4TextConfig(
-        **tiny.shape(num_hidden_layers=2, head_dim=16),
-        attention_chunk_size=32,
-        num_local_experts=2,
-        intermediate_size_mlp=64,
-        layer_types=["chunked_attention", "full_attention"],
-    )
-    return tf.Llama4ForCausalLM(config)
+def compressed() -> Any:
+    return tf.DeepseekV4ForCausalLM(tf.DeepseekV4Config(**tiny.shape(num_hidden_layers=1)))
+
+
+def own_state() -> Any:
+    """RecurrentGemma keeps its states as attributes of its modules."""
+    return tf.RecurrentGemmaForCausalLM(tf.RecurrentGemmaConfig(**tiny.shape(num_hidden_layers=1)))
+
+
+def own_cache() -> Any:
+    config = tf.MiniMaxConfig(**tiny.shape(num_hidden_layers=2, head_dim=16), num_local_experts=2)
+    return tf.MiniMaxForCausalLM(config)
+
+
+def biased() -> Any:
+    config = tf.InklingTextConfig(**tiny.shape(num_hidden_layers=1, head_dim=16), layer_types=["hybrid"])
+    return tf.InklingForCausalLM(config)
+
+
+def twice() -> Any:
+    return tf.DiffLlamaForCausalLM(tf.DiffLlamaConfig(**tiny.shape(num_hidden_layers=1)))
+
+
+def narrow() -> Any:
+    """The layer attends over another window than its config says."""
+    model = tiny.mistral()
+    model.config.layer_types = [tiny.FULL] + [tiny.SLIDING] * 2
+    return model
 
 
 def bidirectional() -> Any:
@@ -98,13 +198,17 @@ def bidirectional() -> Any:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (mamba2, "layer 0 is of kind 'linear_attention'"),
         (bert, "logits_to_keep"),
         (backbone, "no language-model head"),
         (t5, "encoder-decoder"),
         (bloom, "does not go through transformers' attention interface"),
-        (latent, "caches a latent"),
-        (chunked, "layer 0 is of kind 'chunked_attention'"),
+        (indexed, "kind 'indexed_attention': the keys of its indexer would not be saved"),
+        (compressed, "compressed keys"),
+        (own_state, "layer 0 .*"),
+        (own_cache, "uses cache of its own"),
+        (biased, "passes position_bias to attention"),
+        (twice, "2 times per pass"),
+        (narrow, "layer 0 attends over a window of 20, its config says 0"),
         (bidirectional, "not causal"),
     ],
 )
@@ -116,51 +220,31 @@ def test_refusals_say_why_in_one_line(make: Any, reason: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-# ----------------------------------------------------------------------------------------------------------- the arena
+def save_rows(cache: Any, rows: torch.Tensor) -> None:
+    cache.update_conv_state(rows, 0, conv_kernel_size=4)
+    cache.update_recurrent_state(rows.new_zeros(1, 4, dtype=torch.complex64), 0)
 
 
-def test_views_tile_each_page_without_overlap() -> None:
-    specs = probe_specs(tiny.gemma3())
-    layout = build_layout(specs.layers, hash_unit=16, max_page_units=4)
-    arena = Arena(layout, specs, num_pages=3)
-    arena.raw.zero_()
-    assert arena.raw.data_ptr() % 64 == 0
-    for group in layout.groups:
-        arena.raw.zero_()
-        for number, layer in enumerate(group.layers):
-            pages = arena.layers[layer].pages
-            assert pages.k.shape == (3 * group.page_units, 2, 16, 32)
-            pages.k.add_(number + 1.0)
-            pages.v.add_(number + 1.0)
-        words = arena.raw.view(torch.float32)
-        # Every number was added to once: used bytes are covered, padding is not, and no two views share a byte.
-        total = sum(2.0 * 2 * 16 * 32 * (number + 1) for number in range(len(group.layers)))
-        assert words.sum() == 3 * group.page_units * total
-        assert words.max() == len(group.layers)
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (save_rows, "recurrent state 0 is torch.complex64"),
+        (lambda cache, rows: cache.update_indexer(rows, 0), "`update_indexer`.* not be saved"),
+        (lambda cache, rows: cache.layers[0], "reaches into the layers of its cache"),
+        (lambda cache, rows: cache.update_conv_state(rows, 0), "convolution state 0 .* width of its kernel"),
+        (lambda cache, rows: cache.update_conv_state(rows, 7, conv_kernel_size=4), "updates layer 7 of 3"),
+        (lambda cache, rows: cache.update_recurrent_state(rows.new_zeros(2, 4), 0), "not one sequence's"),
+        (lambda cache, rows: None, "hands no state to the cache"),
+    ],
+)
+def test_state_that_would_not_be_saved_is_refused(monkeypatch: pytest.MonkeyPatch, call: Any, reason: str) -> None:
+    def forward(_: Any, hidden_states: torch.Tensor, cache: Any = None, cache_params: Any = None, **__: Any) -> Any:
+        call(cache if cache is not None else cache_params, hidden_states.transpose(1, 2))
+        return hidden_states
 
-
-def test_poison_and_copy() -> None:
-    from ostinato.ids import SlotId
-    from ostinato.scheduler.plan import PageCopy
-
-    specs = probe_specs(tiny.llama(torch.bfloat16))
-    layout = build_layout(specs.layers)
-    arena = Arena(layout, specs, num_pages=2, poison=True)
-    assert all(bool(place.pages.k.isnan().all()) for place in arena.layers.values())
-    arena.raw[0] = 7
-    arena.copy(PageCopy(SlotId(0), SlotId(1), offset=64, length=128))
-    assert (arena.raw[1] == 7).sum() == 128
-    assert (arena.raw[1, 64:192] == 7).all()
-    arena.poison_page(SlotId(0))
-    assert arena.raw[0].view(torch.bfloat16).isnan().all()
-
-
-def test_a_pool_larger_than_the_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    specs = probe_specs(tiny.llama())
-    layout = build_layout(specs.layers)
-    monkeypatch.setattr(memory, "available_memory", lambda: 2**30)
-    with pytest.raises(CapacityError, match=r"asks for 2\.00 GiB.*1\.00 GiB"):
-        Arena(layout, specs, num_pages=2**31 // layout.page_bytes)
+    monkeypatch.setattr("transformers.models.mamba.modeling_mamba.MambaMixer.forward", forward)
+    with pytest.raises(ModelRefusedError, match=reason):
+        probe_specs(build("mamba"))
 
 
 # -------------------------------------------------------------------------------------------------------------- rotary

@@ -14,7 +14,9 @@ from enum import Enum
 from typing import Any, Protocol
 
 from ostinato.cache.keys import BlockKey
+from ostinato.cache.layout import CacheLayout
 from ostinato.connectors.context import KVConnectorSchedulerContext
+from ostinato.connectors.record import RecordIdentity
 from ostinato.ids import JobId, RequestId, Step, TierId
 from ostinato.transfer.job import TransferOrder, TransferReport
 
@@ -34,6 +36,7 @@ class Ownership(Enum):
 class Hook(Enum):
     """Calls that a connector wants to receive on the scheduler's thread."""
 
+    ADMIT = "admit"
     COMMIT = "commit"
     RELEASE = "release"
     STEP_END = "step_end"
@@ -47,6 +50,15 @@ class Capabilities:
     ownership: Ownership
     eager: bool = True
     hooks: frozenset[Hook] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a connector works: the cache layout, the identity of its records, and how many worker ranks there are."""
+
+    layout: CacheLayout
+    identity: RecordIdentity
+    world_size: int = 1
 
 
 class DevicePages(Protocol):
@@ -89,6 +101,9 @@ class Connector:
     def tier(self) -> TierId:
         return self.capabilities.tier
 
+    def open(self, site: Site) -> None:
+        """Called once, before anything else but :attr:`capabilities`.  Raises when the tier cannot be used at all."""
+
     def make_mover(self, device: DevicePages, notify: Callable[[], None]) -> Mover:
         """The worker half; ``notify()`` is to be called when a report is ready, from any thread."""
         raise NotImplementedError
@@ -110,6 +125,12 @@ class Connector:
 
     def bind(self, context: KVConnectorSchedulerContext) -> None:
         """Called once, when the scheduler starts."""
+
+    def on_admit(self, request_id: RequestId, tokens: int) -> None:
+        """A request of ``tokens`` tokens is to be admitted: questions until the next call are about it; often repeated.
+
+        For a tier that is asked about prompts rather than keys (:attr:`Hook.ADMIT`).
+        """
 
     def on_commit(self, request_id: RequestId, computed: int) -> None:
         """A step computed the request's KV up to token ``computed`` (:attr:`Hook.COMMIT`)."""

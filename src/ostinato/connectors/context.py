@@ -1,7 +1,7 @@
 """``KVConnectorSchedulerContext``: the narrow window through which a connector sees the scheduler's blocks.
 
-Owns: borrowing (read-only views that die with the hook that received them) and pins (leases for transfers that the
-connector drives itself).  Does not own: allocation and freeing; there is no way to do either from here.
+Owns: borrowing (read-only views that die with the hook that received them), orders that a connector emits itself, and
+pins (leases for transfers that it drives itself).  Does not own: allocation and freeing; neither can be done from here.
 Bound once, forwarded unchanged by connectors that wrap others.  Thread: the scheduler's only.
 
 A borrow costs the same for ten blocks and for ten thousand: nothing is copied, rows are read in place.
@@ -11,15 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import TypeAlias, overload
 
 from ostinato.cache.directory import Directory
-from ostinato.cache.keys import BlockKey
+from ostinato.cache.keys import BlockKey, KeyChain
 from ostinato.cache.pool import Lease, SlotPool, SlotState
 from ostinato.cache.retention import Retention
 from ostinato.cache.table import BlockTable
 from ostinato.errors import ConnectorError, StaleViewError
-from ostinato.ids import DEVICE, HOLE, GroupId, RequestId, SlotId
+from ostinato.ids import DEVICE, HOLE, GroupId, JobId, RequestId, SlotId, TierId
 
 
 class BlockView(Sequence[SlotId]):
@@ -99,24 +99,41 @@ class Pin:
         return not self._waiting
 
 
+Emit: TypeAlias = Callable[[TierId, RequestId, Sequence[range]], JobId | None]
+
+
+def _emit_nothing(_tier: TierId, _request_id: RequestId, _positions: Sequence[range]) -> JobId | None:
+    return None
+
+
+def _no_chain(_request_id: RequestId) -> KeyChain | None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a context gets what it shows: tables and chains by request, this step's checkpoints, the way orders go."""
+
+    table: Callable[[RequestId], BlockTable | None]
+    states: Callable[[], Sequence[BoundaryState]] = tuple
+    emit: Emit = _emit_nothing
+    chain: Callable[[RequestId], KeyChain | None] = _no_chain
+
+
 class KVConnectorSchedulerContext:
-    """Read access to block tables, pins, and facts about the device pool."""
+    """Read access to block tables, pins, orders, and facts about the device pool."""
 
     def __init__(
-        self,
-        tables: Callable[[RequestId], BlockTable | None],
-        pool: SlotPool,
-        retention: Retention,
-        directory: Directory,
-        states: Callable[[], Sequence[BoundaryState]] = tuple,
-        world_size: int = 1,
+        self, source: Source, pool: SlotPool, retention: Retention, directory: Directory, world_size: int = 1
     ) -> None:
         self.epoch = 0
-        self._tables = tables
+        self._tables = source.table
         self._pool = pool
         self._retention = retention
         self._directory = directory
-        self._states = states
+        self._states = source.states
+        self._emit = source.emit
+        self._chains = source.chain
         self._world_size = world_size
 
     @overload
@@ -140,6 +157,15 @@ class KVConnectorSchedulerContext:
         row = table.rows[group]
         return BlockView(self, row, range(len(row))[start:stop])
 
+    def digests(self, request_id: RequestId, units: int) -> tuple[bytes, ...]:
+        """The digests of the request's first ``units`` base units, or of as many as are hashed.
+
+        Digest ``i`` names all tokens up to the end of unit ``i``; a :class:`~ostinato.cache.keys.BlockKey` has the one
+        at its own end.
+        """
+        chain = self._chains(request_id)
+        return tuple(chain.digests[:units]) if chain is not None else ()
+
     def pin(self, slots: Iterable[SlotId]) -> Pin:
         """Hold ``slots`` until all ranks have released the pin.  Duplicates count once; holes, free slots: refused."""
         unique = dict.fromkeys(slots)
@@ -149,6 +175,17 @@ class KVConnectorSchedulerContext:
             if not 0 <= slot < self._pool.capacity or self._pool.state(slot) is SlotState.FREE:
                 raise ConnectorError(f"slot {slot} cannot be pinned: nobody holds it and it has no content")
         return Pin(self._pool.share(unique, "pin"), self._world_size)
+
+    def emit(self, tier: TierId, request_id: RequestId, positions: Sequence[range]) -> JobId | None:
+        """Order a store of what the request's rows hold at ``positions`` (one range per group) to the connector's tier.
+
+        The order that reaches the mover carries the blocks of all groups by position, holes kept (``order.blocks``);
+        its moves name the full units among them, and every page is pinned once until all ranks have reported.  None
+        when there is nothing to store, or stores pin too many pages already; ask again in a later hook.
+        """
+        if any(places.step != 1 or places.start < 0 for places in positions):
+            raise ConnectorError("positions are ranges of step 1 from 0 on, one for each group")
+        return self._emit(tier, request_id, positions)
 
     def boundary_states(self) -> Sequence[BoundaryState]:
         """State checkpoints handed over this step; reading takes nothing away from other connectors."""

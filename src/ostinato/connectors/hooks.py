@@ -34,6 +34,9 @@ class HookCaller:
     def has_listeners(self) -> bool:
         return any(self._listeners.values())
 
+    def on_admit(self, request_id: RequestId, tokens: int) -> None:
+        self._call(Hook.ADMIT, lambda connector: connector.on_admit(request_id, tokens))
+
     def on_commit(self, request_id: RequestId, computed: int) -> None:
         self._call(Hook.COMMIT, lambda connector: connector.on_commit(request_id, computed))
 

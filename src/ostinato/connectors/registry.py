@@ -19,7 +19,18 @@ from ostinato.connectors.api import Connector
 from ostinato.errors import ConfigError, ConnectorError, UnknownConnectorError
 
 ENTRY_POINT_GROUP: Final = "ostinato.connectors"
-BUILT_IN: Final[Mapping[str, str]] = MappingProxyType({"host": "ostinato.connectors.host:make_connector"})
+BUILT_IN: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "host": "ostinato.connectors.host:make_connector",
+        "disk": "ostinato.connectors.disk.connector:make_connector",
+        "redis": "ostinato.connectors.redis:make_connector",
+        "rediss": "ostinato.connectors.redis:make_connector",
+        "redis+unix": "ostinato.connectors.redis:make_connector",
+        "valkey": "ostinato.connectors.redis:make_connector",
+        "lmcache": "ostinato.connectors.lmcache:make_connector",
+        "mooncake": "ostinato.connectors.mooncake:make_connector",
+    }
+)
 _UNITS: Final[Mapping[str, int]] = MappingProxyType(
     {"": 1, "B": 1}
     | {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)}
@@ -29,16 +40,17 @@ _UNITS: Final[Mapping[str, int]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class TierSpec:
-    """A parsed specification; ``text`` is what the user wrote."""
+    """A parsed specification; ``text`` is what the user wrote, without a password: it may be shown."""
 
     text: str
     name: str
-    argument: str = ""
+    argument: str = field(default="", repr=False)
     options: Mapping[str, str] = field(default_factory=dict)
 
 
 def parse_spec(text: str) -> TierSpec:
     head, _, query = text.partition("?")
+    text = re.sub("//.*@", "//***@", text, flags=re.DOTALL)
     name, _, argument = head.partition(":")
     if not re.fullmatch(r"[a-z][a-z0-9_+-]*", name):
         raise ConfigError(f"tier {text!r}: expected name[:argument][?option=value], for example host:8GiB")
@@ -48,7 +60,7 @@ def parse_spec(text: str) -> TierSpec:
         raise ConfigError(f"tier {text!r}: options must look like ?name=value&name=value") from None
     options = dict(pairs)
     if len(options) < len(pairs):
-        raise ConfigError(f"tier {text!r}: an option is given twice in {query!r}")
+        raise ConfigError(f"tier {text!r}: an option is given twice")
     return TierSpec(text, name, argument, options)
 
 
@@ -61,14 +73,18 @@ def make_connector(text: str) -> Connector:
     else:
         found = [point for point in entry_points(group=ENTRY_POINT_GROUP) if point.name == spec.name]
         if not found:
-            raise UnknownConnectorError(f"tier {text!r}: no connector {spec.name!r}; known: {', '.join(known_names())}")
+            raise UnknownConnectorError(
+                f"tier {spec.text!r}: no connector {spec.name!r}; known: {', '.join(known_names())}"
+            )
         try:
             factory = found[0].load()
         except Exception as error:
-            raise ConnectorError(f"tier {text!r}: connector {found[0].value} cannot be loaded: {error}") from error
+            raise ConnectorError(f"tier {spec.text!r}: connector {found[0].value} cannot be loaded: {error}") from error
     connector = factory(spec)
     if not isinstance(connector, Connector):
-        raise ConnectorError(f"tier {text!r}: the factory of {spec.name!r} made {connector!r}, which is no Connector")
+        raise ConnectorError(
+            f"tier {spec.text!r}: the factory of {spec.name!r} made {connector!r}, which is no Connector"
+        )
     return connector
 
 

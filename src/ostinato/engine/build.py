@@ -12,19 +12,18 @@ from dataclasses import dataclass
 from ostinato.cache.directory import Directory
 from ostinato.cache.keys import Namespace
 from ostinato.cache.layout import CacheLayout
-from ostinato.cache.table import BlockTable
 from ostinato.config import EngineConfig
-from ostinato.connectors.api import Connector, Ownership
-from ostinato.connectors.context import KVConnectorSchedulerContext
-from ostinato.connectors.hooks import GuardedProbe, HookCaller
+from ostinato.connectors.api import Connector, Ownership, Site
+from ostinato.connectors.record import RecordIdentity
 from ostinato.connectors.registry import make_connector, parse_bytes
+from ostinato.engine.binding import bind_connectors
 from ostinato.engine.loop import Engine, Limits
 from ostinato.engine.startup import StartupReport, TierRow, group_rows
 from ostinato.engine.text import AddedToken, Vocabulary
 from ostinato.errors import CapacityError, ConfigError
 from ostinato.hierarchy.hierarchy import CacheHierarchy
 from ostinato.hierarchy.tiers import Core, CoreConfig, OwnedTier, StoreMode
-from ostinato.ids import DEVICE, RequestId, TierId
+from ostinato.ids import DEVICE, TierId
 from ostinato.memory import check_memory
 from ostinato.runtime.device_pages import ArenaPages
 from ostinato.runtime.load import Runtime, make_worker
@@ -55,6 +54,8 @@ def build_engine(
     layout = runtime.layout
     pages, max_model_len = _sizes(runtime, config)
     tiers = tuple(connectors) if connectors is not None else tuple(make_connector(text) for text in config.kv)
+    for connector in tiers:
+        connector.open(Site(layout, RecordIdentity(layout.fingerprint(), _namespace(runtime, "").seed())))
     core = _core(layout, config, pages, tiers)
     hierarchy = CacheHierarchy(core, _seeder(runtime), clock)
     worker = make_worker(runtime, pages, {}, poison=config.check_invariants)
@@ -62,7 +63,7 @@ def build_engine(
     try:
         for connector in tiers:
             worker.attach(connector.tier, connector.make_mover(device, worker.notify))
-        _bind(tiers, hierarchy)
+        bind_connectors(tiers, hierarchy)
     except BaseException:
         worker.close()  # the threads of those that were made
         raise
@@ -136,33 +137,20 @@ def _core(layout: CacheLayout, config: EngineConfig, pages: int, connectors: Seq
 
 def _seeder(runtime: Runtime) -> Callable[[str], bytes]:
     def seed(salt: str) -> bytes:
-        return Namespace(
-            weights=runtime.identity.weights,
-            layout=runtime.layout.fingerprint(),
-            config=runtime.identity.config,
-            dtype=runtime.identity.dtype,
-            numerics=runtime.identity.numerics,
-            salt=salt.encode("utf-8", "surrogatepass"),
-        ).seed()
+        return _namespace(runtime, salt).seed()
 
     return seed
 
 
-def _bind(connectors: Sequence[Connector], hierarchy: CacheHierarchy) -> None:
-    """Let the connectors see the scheduler's blocks, and the hierarchy ask those that must be asked."""
-    core = hierarchy.core
-
-    def table(request_id: RequestId) -> BlockTable | None:
-        request = hierarchy.requests.get(request_id)
-        return request.table if request is not None else None
-
-    context = KVConnectorSchedulerContext(table, core.device.pool, core.device.retention, core.directory)
-    for connector in connectors:
-        if connector.capabilities.ownership is not Ownership.OWNED:
-            core.asked[connector.tier] = GuardedProbe(connector, context.expire)
-    caller = HookCaller(connectors, context)
-    if caller.has_listeners:
-        hierarchy.observers = (caller,)
+def _namespace(runtime: Runtime, salt: str) -> Namespace:
+    return Namespace(
+        weights=runtime.identity.weights,
+        layout=runtime.layout.fingerprint(),
+        config=runtime.identity.config,
+        dtype=runtime.identity.dtype,
+        numerics=runtime.identity.numerics,
+        salt=salt.encode("utf-8", "surrogatepass"),
+    )
 
 
 def _report(runtime: Runtime, config: EngineConfig, core: Core, max_model_len: int) -> StartupReport:

@@ -7,18 +7,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ostinato.cache.kinds import describe
+from ostinato.cache.kinds import describe, keeps_checkpoints
 from ostinato.cache.layout import CacheLayout
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRow:
-    """One KV cache group; ``blocks`` = all device blocks, which the groups share."""
+    """One KV cache group; ``blocks`` = all device blocks, which the groups share.
+
+    ``page_tokens``: tokens of a page, None where a page holds one recurrent state of each layer.
+    """
 
     group: int
     kind: str
     layers: int
     hash_unit: int
+    page_tokens: int | None
     page_bytes: int
     blocks: int
 
@@ -48,6 +52,14 @@ class StartupReport:
 
 def group_rows(layout: CacheLayout, blocks: int) -> tuple[GroupRow, ...]:
     return tuple(
-        GroupRow(spec.group, describe(spec.kind), len(spec.layers), spec.hash_unit, spec.page_bytes, blocks)
+        GroupRow(
+            group=spec.group,
+            kind=describe(spec.kind),
+            layers=len(spec.layers),
+            hash_unit=spec.hash_unit,
+            page_tokens=None if keeps_checkpoints(spec.kind) else spec.page_tokens,
+            page_bytes=spec.page_bytes,
+            blocks=blocks,
+        )
         for spec in layout.groups
     )

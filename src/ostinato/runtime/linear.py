@@ -1,8 +1,8 @@
 """Linear layers whose rows do not depend on how many rows are computed together.
 
 Owns: the choice of a kernel per weight shape, by trial, and the swap of ``torch.nn.Linear`` for :class:`PackedLinear`.
-Does not own: padding a batch to the row rule (``runner``), products that are no ``Linear``: a mixture's fused experts
-are given a number of rows that depends on the batch, so a model that has them is promised no equal bits.
+Does not own: padding a batch to the row rule (``runner``), fused experts (``experts``), the search for weights that are
+used without a ``Linear`` (``bare_weights``, which calls :func:`row_invariant_linear`).
 
 Why: a matrix library picks its blocking by the number of rows, and with it the order of sums.  oneDNN keeps one order
 for any two rows or more, and takes another for a single row over a long dot product; MKL has several below 16 rows.  A
@@ -18,10 +18,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import nn
+
+from ostinato.runtime import native
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 """[rows, in] -> [rows, out]."""
@@ -71,10 +73,21 @@ class LinearPlan:
         return "+".join(self.kernels) + ("" if self.invariant else " (not all products invariant)")
 
 
+class _WithoutNumbers(torch.Tensor):
+    """The weight of a packed layer: it may be asked for its dtype and shape, and nothing can be computed with it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") != "__get__":
+            raise TypeError("the weight of a packed linear layer is gone: nothing can be computed with it")
+        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+
 class PackedLinear(nn.Module):
     """``x @ weight.T + bias`` over weights that were packed once for oneDNN.
 
-    There is no ``weight``: code that reaches for it fails (and the model is refused at load) instead of being wrong.
+    ``weight`` has a shape and a dtype but no numbers (some models ask for its dtype): code that computes with it fails
+    (and the model is refused at load) instead of being wrong.
     """
 
     def __init__(self, linear: nn.Linear, rule: RowRule = ANY_ROWS) -> None:
@@ -85,6 +98,7 @@ class PackedLinear(nn.Module):
         self.bias: nn.Parameter | None = linear.bias
         # A plain attribute: packed tensors are opaque and must not be moved, cast or saved with the module.
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+        self.weight = torch.empty_like(weight, device="meta").as_subclass(_WithoutNumbers)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         rows = inputs.numel() // self.in_features
@@ -116,7 +130,7 @@ def make_invariant(model: nn.Module, head: nn.Module | None) -> LinearPlan:
     """
     choices: dict[tuple[int, int, torch.dtype, bool], _Choice] = {}
     body, top, kernels = PAIRS, ANY_ROWS, set[str]()
-    invariant = not any(parameter.ndim > 2 for parameter in model.parameters())
+    invariant = not any(map(_is_stack, model.parameters()))
     for parent, name, linear in list(_linears(model)):
         shape = (linear.out_features, linear.in_features, linear.weight.dtype, linear.bias is not None)
         if shape not in choices:
@@ -134,11 +148,20 @@ def make_invariant(model: nn.Module, head: nn.Module | None) -> LinearPlan:
     return LinearPlan(body, top, tuple(sorted(kernels)), invariant)
 
 
+def _is_stack(parameter: nn.Parameter) -> bool:
+    """Whether this is a stack of matrices that a model multiplies with by hand, in whatever way a library likes."""
+    return sum(size > 1 for size in parameter.shape) > 2 and not getattr(parameter, "row_invariant", False)
+
+
 def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
-    """Plain linears with their parent; a module used twice comes twice.  Subclasses (quantised ones) are left alone."""
+    """Plain linears with their parent; a module used twice comes twice.
+
+    Subclasses (quantised ones) are left alone, and those whose weight sees to its products itself (``bare_weights``).
+    """
     for parent in model.modules():
         for name, child in parent.named_children():
-            if type(child) is nn.Linear and child.weight.device.type == "cpu":
+            by_hand = type(child) is nn.Linear and getattr(child.weight, "row_invariant", False)
+            if type(child) is nn.Linear and child.weight.device.type == "cpu" and not by_hand:
                 yield parent, name, child
 
 
@@ -206,3 +229,40 @@ def row_rule(product: Product, inputs: torch.Tensor, counts: tuple[int, ...]) ->
         if all(count in good for count in counts if rule.pad(count) == count):
             return rule
     return None
+
+
+def row_invariant_linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``rows`` [.., depth] times ``weight`` [columns, depth], as ``torch.nn.functional.linear``, alike for any rows.
+
+    The weight may have any strides; it is packed during the call.  Without the C++ library (or for another dtype than
+    float32 and bfloat16) the rows are padded to the strictest row rule instead, which is not shown to suffice.
+    """
+    out = row_invariant_matmul(rows.reshape(1, -1, rows.shape[-1]), weight.mT.unsqueeze(0))
+    if out is None:
+        return _padded_linear(rows, weight, bias)
+    out = out.view(*rows.shape[:-1], weight.shape[0])
+    return out if bias is None else out + bias
+
+
+def row_invariant_matmul(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+    """``rows`` [.., depth] @ ``weight`` [depth, columns], or both with one batch dimension; None: not supported."""
+    if weight.ndim == 2:
+        if rows.ndim < 2:
+            return None
+        out = row_invariant_matmul(rows.reshape(1, -1, rows.shape[-1]), weight.unsqueeze(0))
+        return None if out is None else out.view(*rows.shape[:-1], weight.shape[1])
+    same = rows.ndim == weight.ndim == 3 and len(rows) == len(weight) and rows.dtype == weight.dtype
+    if not same or not rows.is_cpu or rows.dtype not in _TOLERANCE or native.load()[0] is None:
+        return None
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    out = rows.new_empty(len(rows), rows.shape[1], weight.shape[2])
+    torch.ops.ostinato.multiply_rows(rows, weight.mT, None, out)
+    return out
+
+
+def _padded_linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    flat = rows.reshape(-1, rows.shape[-1])
+    padded = flat.new_zeros(_RULES[-1].pad(len(flat)), flat.shape[-1])
+    padded[: len(flat)] = flat
+    out = nn.functional.linear(padded, weight, bias)[: len(flat)]
+    return out.view(*rows.shape[:-1], weight.shape[0])

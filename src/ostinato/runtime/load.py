@@ -3,6 +3,11 @@
 Owns: the order of loading (resolve, load, probe, layout, kernels, self-check) and :class:`Runtime`, its result.  Does
 not own: any of those steps.
 
+::
+
+    probe -> layout -> rotary factors -> reference logits       while the model is as transformers made it
+    latents -> mixers -> experts -> linears -> attention -> elementwise functions -> self-check
+
 A :class:`Runtime` is shared: several engines, each with an arena and worker of its own (:func:`make_worker`), may run
 over one loaded model.  Nothing here or later changes the weights once it is made.
 
@@ -15,7 +20,7 @@ import gc
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,17 +32,23 @@ from ostinato.errors import ConfigError
 from ostinato.ids import TierId
 from ostinato.memory import check_memory
 from ostinato.runtime import native, selfcheck
-from ostinato.runtime.activation import align_activations
 from ostinato.runtime.arena import Arena
 from ostinato.runtime.attention import select_backend
 from ostinato.runtime.attention_hook import install
+from ostinato.runtime.experts import install_experts
+from ostinato.runtime.geometry import ModelSpecs
+from ostinato.runtime.latent import absorb_latents
 from ostinato.runtime.linear import make_invariant
+from ostinato.runtime.mixers import REPLACED, rebind_mixers
 from ostinato.runtime.models import Progress, load_model, load_tokenizer, resolve, weights_digest
+from ostinato.runtime.observed import Observed, keep_reached, observe
 from ostinato.runtime.rope import freeze_rope
 from ostinato.runtime.runner import ModelRunner, PreparedModel
 from ostinato.runtime.sampler import Sampler
+from ostinato.runtime.scans import select_scans
 from ostinato.runtime.selfcheck import Promise
 from ostinato.runtime.specs import output_head, probe_specs
+from ostinato.runtime.unaligned import Unaligned, align, find_unaligned
 from ostinato.runtime.worker import MoverPort, Worker
 
 HASH_UNIT: Final = 16
@@ -47,6 +58,8 @@ _NOT_NUMERIC: Final = frozenset(
     | {"bos_token_id", "eos_token_id", "pad_token_id", "_attn_implementation"}
 )
 """Config fields that change neither keys nor values (the dtype is named apart)."""
+_UNLIMITED: Final = 1 << 18
+"""Tokens; the longest context of a model whose config names none, because it has no positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,22 +145,58 @@ def build_runtime(
 ) -> Runtime:
     """Make ``model`` ready to run over pages.  From here on it belongs to the runtime: its modules are replaced."""
     config = model.config.get_text_config(decoder=True)
-    longest = int(max_model_len or config.max_position_embeddings)
+    longest = int(max_model_len or getattr(config, "max_position_embeddings", None) or _UNLIMITED)
     model.train(False).requires_grad_(False)
     specs = probe_specs(model)
     layout = build_layout(specs.layers, hash_unit=HASH_UNIT)
     frozen = freeze_rope(model, longest)
     config_digest = _config_digest(model, frozen)
-    backend, note = select_backend([(g.key_dim, g.value_dim) for g in specs.geometry], specs.dtype)
-    expected = selfcheck.reference(model, tokenizer)
-    linears = make_invariant(model, output_head(model))
-    align_activations(model)
-    install(model)
-    prepared, promise = selfcheck.settle(PreparedModel(model, specs, backend, linears), layout, expected)
+    expected, observed, unaligned = _observe(model, tokenizer)
+    prepared, notes = _prepare(model, specs, observed)
+    # Last: whatever replaces a module's forward pass would undo it.
+    align(model, unaligned)
+    prepared, promise = selfcheck.settle(prepared, layout, expected)
     dtype = str(specs.dtype).removeprefix("torch.")
-    identity = Identity(weights, config_digest, dtype, _numerics(prepared, promise))
-    kernels = f"attention: {note}; linear: {prepared.linears.describe()}; results: {promise.describe()}"
+    identity = Identity(weights, config_digest, dtype, _numerics(prepared, notes, promise))
+    lines = {**notes, "linear": prepared.linears.describe(), "results": promise.describe()}
+    kernels = "; ".join(f"{what}: {note}" for what, note in lines.items())
     return Runtime(name, prepared, tokenizer, layout, promise, identity, longest, kernels)
+
+
+def _observe(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[selfcheck.Reference, Observed, Unaligned]:
+    """One forward pass of the model as transformers made it: its logits, and what there is to see in its code."""
+    logits: list[selfcheck.Reference] = []
+    unaligned: list[Unaligned] = []
+
+    def run() -> None:
+        # Innermost: it looks at the code that makes a call.
+        unaligned.append(find_unaligned(model, lambda: logits.append(selfcheck.reference(model, tokenizer)), REPLACED))
+
+    observed = observe(model, run)
+    return replace(logits[0], chooses=observed.chooses), observed, unaligned[0]
+
+
+def _prepare(model: PreTrainedModel, specs: ModelSpecs, observed: Observed) -> tuple[PreparedModel, dict[str, str]]:
+    """Replace the model's parts, and say with what: a line for each part that it has."""
+    notes: dict[str, str] = {}
+    shapes = [shape.attends for shape in specs.geometry if shape is not None]
+    backend, note = select_backend(shapes, specs.dtype)
+    if shapes:
+        notes["attention"] = note
+    scans, note = select_scans()
+    if any(specs.states):
+        notes["scans"] = note
+    # Latents, mixers and experts take weights from linears, or make linears of weights, so linears come after them.
+    latents = absorb_latents(model, specs, backend)
+    rebind_mixers(model)
+    keep_reached(model, observed)
+    if experts := install_experts(model):
+        notes["experts"] = experts
+    linears = make_invariant(model, output_head(model))
+    install(model)
+    return PreparedModel(model, specs, backend, scans, linears, latents), notes
 
 
 def make_worker(runtime: Runtime, num_pages: int, movers: Mapping[TierId, MoverPort], poison: bool = False) -> Worker:
@@ -161,11 +210,13 @@ def _sampler() -> Sampler:
     return Sampler() if library is None else Sampler(torch.ops.ostinato.argmax_rows)
 
 
-def _numerics(prepared: PreparedModel, promise: Promise) -> str:
+def _numerics(prepared: PreparedModel, notes: Mapping[str, str], promise: Promise) -> str:
     library, _ = native.load()
     isa = getattr(prepared.backend, "isa", None)
     parts = [
         prepared.backend.name,
+        f"scans {prepared.scans.name}",
+        f"experts {notes.get('experts', 'none')}",
         f"isa {'none' if isa is None else isa.name.lower()}",
         f"kernels {'none' if library is None else library.path.parent.name}",
         f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}",

@@ -1,7 +1,8 @@
 """The compute half of a step: from a plan's sequences to sampled tokens.
 
 Owns: the worker's tables (per sequence and group, the blocks appended so far), packing a ragged batch, the forward
-pass, sampling, logits digests.  Does not own: pages, transfers (``worker``), the model's arithmetic.
+pass, sampling, logits digests.  Does not own: pages, transfers (``worker``), the model's arithmetic.  Recurrent state
+has no table: each plan says where a sequence's state lies.
 
 One batch per step: the new tokens of all sequences, prefill chunks and decodes alike, in one row of ``T`` tokens with
 explicit positions.  The head runs only over the last rows of sequences that sample.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,23 +26,30 @@ from transformers import PreTrainedModel
 from ostinato.ids import RequestId
 from ostinato.runtime.arena import Arena
 from ostinato.runtime.attention import AttentionBackend
-from ostinato.runtime.attention_hook import PagedCache
-from ostinato.runtime.context import ACTIVE, BlockRow, ForwardContext, Span, build_groups
+from ostinato.runtime.context import ACTIVE, BlockRow, ForwardContext, Span, build_groups, build_states
+from ostinato.runtime.geometry import ModelSpecs
+from ostinato.runtime.latent import LatentWeights
 from ostinato.runtime.linear import LinearPlan
+from ostinato.runtime.paged_cache import PagedCache
 from ostinato.runtime.sampler import Sampler, SampleRow, request_seed
-from ostinato.runtime.specs import ModelSpecs
+from ostinato.runtime.scans.base import ScanBackend
 from ostinato.sampling_params import SamplingParams
 from ostinato.scheduler.plan import SampledToken, SequencePlan, StepPlan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedModel:
-    """A model whose attention and linears were replaced, and what is known of it.  Shared by runners, never changed."""
+    """A model whose attention, mixers and linears were replaced, and what is known of it.
+
+    ``latents``: absorption weights, by layer.  Shared by runners, never changed.
+    """
 
     model: PreTrainedModel
     specs: ModelSpecs
     backend: AttentionBackend
+    scans: ScanBackend
     linears: LinearPlan
+    latents: Mapping[int, LatentWeights]
 
 
 @dataclass(slots=True)
@@ -61,8 +69,9 @@ class ModelRunner:
         self._arena = arena
         self._sampler = sampler
         self._groups = arena.layout.groups
+        self._stateful = frozenset(place.group for place in arena.states.values())
         self._sequences: dict[RequestId, _Sequence] = {}
-        self._cache = PagedCache(len(prepared.specs.geometry))
+        self._cache = PagedCache(len(prepared.specs.geometry), prepared.specs.row_offsets)
 
     @property
     def num_sequences(self) -> int:
@@ -88,17 +97,27 @@ class ModelRunner:
         if not plan.sequences:
             return None
         spans = [self._extend(sequence) for sequence in plan.sequences]
-        count = plan.num_tokens
-        groups = build_groups(spans, [group.hash_unit for group in self._groups])
-        context = ForwardContext(count, groups, self._arena, self._prepared.backend, self._prepared.specs.geometry)
         ends = itertools.accumulate(span.count for span in spans)
         last = [end - 1 for end, sequence in zip(ends, plan.sequences, strict=True) if sequence.sample]
-        token = ACTIVE.set(context)
+        token = ACTIVE.set(self._context(spans))
         try:
             with torch.inference_mode():
                 return self._forward(plan.sequences, spans, last)
         finally:
             ACTIVE.reset(token)
+
+    def _context(self, spans: Sequence[Span]) -> ForwardContext:
+        prepared = self._prepared
+        return ForwardContext(
+            tokens=sum(span.count for span in spans),
+            groups=build_groups(spans, [group.hash_unit for group in self._groups], self._stateful),
+            states=build_states(spans, len(self._groups), self._stateful),
+            arena=self._arena,
+            backend=prepared.backend,
+            scans=prepared.scans,
+            geometry=prepared.specs.geometry,
+            latents=prepared.latents,
+        )
 
     def _extend(self, sequence: SequencePlan) -> Span:
         known = self._sequences.get(sequence.request_id)
@@ -108,7 +127,8 @@ class ModelRunner:
         assert len(sequence.new_pages) == len(self._groups), sequence
         for row, pages, group in zip(known.rows, sequence.new_pages, self._groups, strict=True):
             row.append(pages, group.page_units)
-        return Span(sequence.start, len(sequence.tokens), tuple(row.blocks for row in known.rows))
+        blocks = tuple(row.blocks for row in known.rows)
+        return Span(sequence.start, len(sequence.tokens), blocks, sequence.state)
 
     def _fresh(self, sequence: SequencePlan, known: _Sequence | None) -> _Sequence:
         params = sequence.sampling
@@ -133,10 +153,11 @@ class ModelRunner:
         model: Any = self._prepared.model
         inputs: dict[str, Any] = {
             "input_ids": torch.from_numpy(ids),
-            "position_ids": torch.from_numpy(positions),
             "use_cache": True,
             self._prepared.specs.cache_argument: self._cache,
         }
+        if self._prepared.specs.takes_positions:
+            inputs["position_ids"] = torch.from_numpy(positions)
         if not last:
             model.base_model(**inputs)
             return None

@@ -4,14 +4,16 @@ Owns: the trial, its tolerance, and the promise that the runtime may make.  Does
 window crossings of a given family (the tests' part).
 
 A short prompt is run once as transformers would, then over poisoned pages in odd chunks, in scattered pages,
-beside another sequence, and resumed behind holes.  Logits that differ by more than rounding refuse the model.  Where
-all schedules give the same bits, the runtime promises ``bitwise``; else ``within tolerance``, which the namespace of
-cached keys then says as well.  Runs once per model, at load.
+beside another sequence, and resumed behind holes, from a checkpoint of its recurrent state that was taken in the middle
+of a chunk.  Logits that differ by more than rounding refuse the model.  Where all schedules give the same bits and all
+kernels are made to, the runtime promises ``bitwise``; else ``within tolerance``, which the namespace of cached keys
+then says as well.  Runs once per model, at load.
 """
 
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -20,17 +22,19 @@ from typing import Final
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ostinato.cache.kinds import ceil_div, contains
+from ostinato.cache.kinds import ceil_div, contains, keeps_checkpoints
 from ostinato.cache.layout import CacheLayout, GroupSpec
 from ostinato.errors import ModelRefusedError, OstinatoError
 from ostinato.ids import HOLE, RequestId, SlotId, Step
 from ostinato.runtime.arena import Arena
 from ostinato.runtime.runner import ModelRunner, PreparedModel
 from ostinato.runtime.sampler import Sampler
-from ostinato.scheduler.plan import SequencePlan, StepPlan
+from ostinato.scheduler.plan import SequencePlan, StatePlan, StepPlan
 
 _TOLERANCE: Final = MappingProxyType({torch.float32: 1e-3, torch.bfloat16: 0.2})
 """Greatest distance (see :func:`distance`) that is still rounding.  A wrong mask or position is off by 0.3 and more."""
+_CHOICE_TOLERANCE: Final = 1.0
+"""The same for single rows of a model that chooses experts, in 16 bits: a near tie may fall the other way."""
 _ENDS: Final = (1, 20, 27, 28, 44, 45)
 """Chunk ends: a single token, chunks inside, across and at the end of hash units, and a decode."""
 _RESUME_UNITS: Final = 2
@@ -59,11 +63,15 @@ class Promise:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A trial prompt and the logits [tokens, vocabulary] of the model's own forward pass over it."""
+    """A trial prompt and the logits [tokens, vocabulary] of the model's own forward pass over it.
+
+    ``chooses``: the model makes choices, such as a router's of experts.
+    """
 
     tokens: tuple[int, ...]
     neighbour: tuple[int, ...]
     logits: torch.Tensor
+    chooses: bool = False
 
 
 def reference(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Reference:
@@ -101,8 +109,7 @@ def settle(prepared: PreparedModel, layout: CacheLayout, expected: Reference) ->
     """
     promise = check(prepared, layout, expected)
     strict = replace(prepared, linears=prepared.linears.stricter())
-    hopeless = not (prepared.backend.invariant and prepared.linears.invariant)
-    if promise.bitwise or hopeless or strict.linears == prepared.linears:
+    if promise.bitwise or not _made_for_it(prepared) or strict.linears == prepared.linears:
         return prepared, promise
     second = check(strict, layout, expected)
     return (strict, second) if second.bitwise else (prepared, promise)
@@ -121,16 +128,43 @@ def check(prepared: PreparedModel, layout: CacheLayout, expected: Reference) -> 
             f"{type(prepared.model).__name__} cannot be served: its forward pass failed over paged memory "
             f"({type(error).__name__}: {error})"
         ) from error
-    tolerance = _TOLERANCE[prepared.specs.dtype]
+    _check_rows(prepared, results, expected)
     difference = max(distance(row, expected.logits[end - 1]) for result in results for end, row in result)
-    if not difference <= tolerance:
-        raise ModelRefusedError(
-            f"{type(prepared.model).__name__} cannot be served: over paged memory its logits differ from transformers' "
-            f"own forward pass by {difference:.2g} of their spread, where {tolerance:g} is allowed"
-        )
     final = [result[-1][1] for result in results]
     alike = all(torch.equal(final[0], row) for row in final[1:])
-    return Promise(alike and prepared.backend.invariant and prepared.linears.invariant, difference)
+    return Promise(alike and _made_for_it(prepared), difference)
+
+
+def _check_rows(prepared: PreparedModel, results: Sequence[Rows], expected: Reference) -> None:
+    """Refuse the model when a row is further from ``expected`` than rounding explains.
+
+    A model that chooses is judged, in 16 bits, by the middle row of the trial, and each schedule by the others: two
+    correct programs may differ in a few rows, but one program does the same in every schedule.
+    """
+    dtype = prepared.specs.dtype
+    tolerance = _TOLERANCE[dtype]
+    differences = [distance(row, expected.logits[end - 1]) for result in results for end, row in result]
+    worst = max(differences)
+    if expected.chooses and dtype != torch.float32 and worst <= _CHOICE_TOLERANCE:
+        longest: Rows = max(results, key=len)
+        rows = dict(longest)
+        apart = [distance(row, rows[end].float()) for result in results for end, row in result if end in rows]
+        middle = statistics.median(distance(row, expected.logits[end - 1]) for end, row in rows.items())
+        worst = max(middle, *apart)
+    if not worst <= tolerance:
+        raise ModelRefusedError(
+            f"{type(prepared.model).__name__} cannot be served: over paged memory its logits differ from transformers' "
+            f"own forward pass by {worst:.2g} of their spread, where {tolerance:g} is allowed"
+        )
+
+
+def _made_for_it(prepared: PreparedModel) -> bool:
+    """Whether all kernels that take part are invariant, so that equal bits in the trial are no accident.
+
+    Scans are, all of them: they are sequential.
+    """
+    attends = any(shape is not None for shape in prepared.specs.geometry)
+    return (prepared.backend.invariant or not attends) and prepared.linears.invariant
 
 
 def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -142,7 +176,18 @@ def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 Rows = list[tuple[int, torch.Tensor]]
 """(tokens so far, logits row) for each step that sampled."""
 Tables = tuple[tuple[SlotId, ...], ...]
-"""Per group the pages of one sequence."""
+"""Per group the pages of one sequence; none for a group that keeps recurrent state."""
+States = tuple[SlotId, ...]
+"""Per group the page of one state, HOLE for the other groups."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """What one run of the prompt holds; ``read`` is where its recurrent state lies so far."""
+
+    tables: Tables
+    working: States
+    read: States
 
 
 class _Trial:
@@ -159,13 +204,17 @@ class _Trial:
         order = torch.randperm(arena.num_pages, generator=torch.Generator().manual_seed(_SEED)).tolist()
         self._pages: Iterator[SlotId] = map(SlotId, order)
         self._steps = itertools.count(1)
+        unit = layout.granularity
+        self._resume = min(_RESUME_UNITS * unit, (len(self._tokens) - 1) // unit * unit)
+        self._checkpoint = self._take_state()
 
     def whole(self) -> Rows:
         return self._run("whole", self._take(len(self._tokens)), _ENDS[-1:])
 
     def chunked(self) -> Rows:
+        """Leaves the pages and the checkpoint that ``resumed`` starts from."""
         self._kept = self._take(len(self._tokens))
-        return self._run("chunked", self._kept, _ENDS)
+        return self._run("chunked", self._kept, _ENDS, self._resume)
 
     def batched(self) -> Rows:
         """The same chunks, with a neighbour's prefill and decodes before and behind them in the batch."""
@@ -182,26 +231,41 @@ class _Trial:
 
     def resumed(self) -> Rows:
         """A new request over the pages of ``chunked``: only what the kinds require is there, the rest are holes."""
-        start = _RESUME_UNITS * self._layout.granularity
-        start = min(start, (len(self._tokens) - 1) // self._layout.granularity * self._layout.granularity)
-        tables = tuple(_required(g, pages, start) for g, pages in zip(self._layout.groups, self._kept, strict=True))
-        return [(len(self._tokens), self._step(self._sequence("resumed", tables, self._tokens[start:], start))[0])]
+        start, groups = self._resume, self._layout.groups
+        tables = tuple(_required(g, pages, start) for g, pages in zip(groups, self._kept.tables, strict=True))
+        held = _Held(tables, self._take_state(), self._checkpoint)
+        return [(len(self._tokens), self._step(self._sequence("resumed", held, self._tokens[start:], start))[0])]
 
-    def _run(self, name: str, tables: Tables, ends: Sequence[int]) -> Rows:
+    def _run(self, name: str, held: _Held, ends: Sequence[int], checkpoint: int = 0) -> Rows:
         rows, begin = [], 0
         for end in ends:
-            rows.append((end, self._step(self._sequence(name, tables, self._tokens[begin:end], begin))[0]))
+            sequence = self._sequence(name, held, self._tokens[begin:end], begin, checkpoint)
+            rows.append((end, self._step(sequence)[0]))
             begin = end
         return rows
 
-    def _take(self, tokens: int) -> Tables:
-        return tuple(tuple(itertools.islice(self._pages, group.pages(tokens))) for group in self._layout.groups)
+    def _take(self, tokens: int) -> _Held:
+        tables = tuple(
+            () if keeps_checkpoints(group.kind) else tuple(itertools.islice(self._pages, group.pages(tokens)))
+            for group in self._layout.groups
+        )
+        return _Held(tables, self._take_state(), (HOLE,) * len(tables))
 
-    def _sequence(self, name: str, tables: Tables, tokens: Sequence[int], start: int) -> SequencePlan:
-        """The next share of a sequence; the first one brings the whole table."""
+    def _take_state(self) -> States:
+        return tuple(next(self._pages) if keeps_checkpoints(group.kind) else HOLE for group in self._layout.groups)
+
+    def _sequence(self, name: str, held: _Held, tokens: Sequence[int], start: int, checkpoint: int = 0) -> SequencePlan:
+        """The next share of a sequence; the first one brings the whole table.
+
+        Recurrent state is kept at the end, and at ``checkpoint`` where that lies inside of the share.
+        """
         fresh = start == 0 or name == "resumed"
-        pages = tables if fresh else tuple(() for _ in tables)
-        return SequencePlan(RequestId(name), start, tuple(tokens), pages, fresh, sample=True)
+        pages = held.tables if fresh else tuple(() for _ in held.tables)
+        end = start + len(tokens)
+        middle = [(checkpoint, self._checkpoint)] if start < checkpoint < end else []
+        state = StatePlan(held.read, (*middle, (end, held.working)))
+        held.read = held.working
+        return SequencePlan(RequestId(name), start, tuple(tokens), pages, fresh, sample=True, state=state)
 
     def _step(self, *sequences: SequencePlan) -> torch.Tensor:
         logits = self._runner.logits(StepPlan(Step(next(self._steps)), sequences))

@@ -138,10 +138,48 @@ def demo(
         raise typer.Exit(1)
 
 
-def _console(quiet: bool = False) -> Console:
-    """stderr; wide enough for the tables where it is a file or a pipe."""
-    sized = sys.stderr.isatty() or "COLUMNS" in os.environ
-    return Console(stderr=True, quiet=quiet, width=None if sized else _PIPE_WIDTH)
+@app.command()
+def layout(
+    model: Annotated[str, typer.Argument(help="gemma3-270m, a folder with config.json, or a hub id.")],
+    max_model_len: Annotated[int | None, typer.Option(help="Longest context in tokens, if not the config's.")] = None,
+    memory: Annotated[
+        list[str] | None, typer.Option("--memory", help="A size of the device pool, such as 8GiB; repeat it.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
+    json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
+) -> None:
+    """Show how a model's cache lies in pages, and how much fits; needs no weights."""
+    from ostinato.serve.layout import as_json, make_report, print_report
+
+    report = make_report(model, dtype, max_model_len, memory or ())
+    if json:
+        print(as_json(report))
+    else:
+        print_report(report, _console(stderr=False))
+
+
+@app.command()
+def survey(
+    only: Annotated[str, typer.Option(help="Try the classes of this pattern, such as 'Qwen3*'; writes no page.")] = "*",
+    page: Annotated[Path, typer.Option(help="The page of verdicts.")] = Path("docs/models.md"),
+    json: Annotated[Path | None, typer.Option("--json", help="Write the verdicts to this file.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Write no page; fail where its verdicts differ.")] = False,
+) -> None:
+    """Try every causal language model of the installed transformers, tiny and random, and write what is served."""
+    from ostinato.serve.early import check_output
+
+    for path in (json, None if check or only != "*" else page):
+        check_output(path)
+    from ostinato.serve.survey import SurveyOptions, run_survey
+
+    if not run_survey(SurveyOptions(page=page, only=only, json_path=json, check=check), _console()):
+        raise typer.Exit(1)
+
+
+def _console(quiet: bool = False, stderr: bool = True) -> Console:
+    """Wide enough for the tables where it is a file or a pipe."""
+    sized = (sys.stderr if stderr else sys.stdout).isatty() or "COLUMNS" in os.environ
+    return Console(stderr=stderr, quiet=quiet, width=None if sized else _PIPE_WIDTH)
 
 
 def main() -> None:

@@ -16,14 +16,15 @@ def print_startup(report: StartupReport, console: Console) -> None:
     """One table of groups, one of tiers, and a line for each thing that is off."""
     console.print(f"[bold]{report.model}[/bold]  {report.dtype}  up to {report.max_model_len:,} tokens")
     console.print(report.promise, highlight=False)
-    groups = Table("group", "kind", "layers", "hash unit", "page", "blocks", title="KV cache groups")
+    groups = Table("group", "kind", "layers", "hash unit", "page", "page size", "blocks", title="KV cache groups")
     for row in report.groups:
         groups.add_row(
             str(row.group),
             row.kind,
             str(row.layers),
             f"{row.hash_unit} tokens",
-            f"{row.page_bytes / 1024:.0f} KiB",
+            page_text(row.page_tokens),
+            f"{row.page_bytes / 1024:,.0f} KiB",
             f"{row.blocks:,} (shared)",
         )
     console.print(groups)
@@ -35,6 +36,11 @@ def print_startup(report: StartupReport, console: Console) -> None:
     console.print(tiers)
     for line in report.off:
         console.print(f"off: {line}", style="yellow")
+
+
+def page_text(tokens: int | None) -> str:
+    """What a page covers; ``tokens`` is None for recurrent state."""
+    return "1 state" if tokens is None else f"{tokens:,} tokens"
 
 
 class Bars:

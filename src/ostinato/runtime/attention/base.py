@@ -89,7 +89,7 @@ def first_visible(params: AttentionParams, position: int) -> int:
 
 
 class AttentionBackend(Protocol):
-    """Writes new keys and values into pages, and attends over them."""
+    """Writes new keys and values into pages, attends over them, and applies small matrices head by head."""
 
     @property
     def name(self) -> str:
@@ -117,4 +117,17 @@ class AttentionBackend(Protocol):
 
         Raises:
             AuditError: a query could see a hole of the block table, or shapes disagree.
+        """
+
+    def pack_heads(self, weight: Tensor) -> Tensor:
+        """One matrix per head, ``[heads, inner, columns]``, in the form that :meth:`head_product` takes."""
+
+    def head_product(self, rows: Tensor, packed: Tensor, out: Tensor) -> None:
+        """``out[r, h] = rows[r, h] @ weight[h]``: ``[tokens, heads, inner]`` to ``[tokens, heads, columns]``.
+
+        ``out`` may be strided but for its last dimension.  An invariant backend gives a row the same bits whatever
+        other rows there are.
+
+        Raises:
+            AuditError: shapes disagree.
         """

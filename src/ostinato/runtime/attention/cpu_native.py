@@ -9,14 +9,19 @@ Thread: the engine's; the operators use torch's thread pool and release the GIL.
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ostinato.errors import AuditError
 from ostinato.runtime.attention.base import AttentionParams, BatchMetadata, KVPages
 from ostinato.runtime.native import Isa
 
 DTYPES = (torch.float32, torch.bfloat16)
+_PANEL: Final = 32
+"""Columns of a packed panel, ``kPanelColumns`` of ``csrc/absorb.h``."""
 
 
 class CpuNative:
@@ -66,6 +71,22 @@ class CpuNative:
         except RuntimeError as error:
             raise AuditError(f"attention refused: {error}") from error
         return out
+
+    def pack_heads(self, weight: Tensor) -> Tensor:
+        """``[heads, panels, steps, panel]``, see ``csrc/absorb.h``; the same for every instruction set."""
+        heads, inner, columns = weight.shape
+        per_step = 1 if weight.dtype == torch.float32 else 2
+        padded = functional.pad(weight, (0, -columns % _PANEL, 0, -inner % per_step))
+        steps, panels = padded.shape[1] // per_step, padded.shape[2] // _PANEL
+        cut = padded.view(heads, steps, per_step, panels, _PANEL).permute(0, 3, 1, 4, 2)
+        return cut.reshape(heads, panels, steps, _PANEL * per_step).contiguous()
+
+    def head_product(self, rows: Tensor, packed: Tensor, out: Tensor) -> None:
+        """See :class:`AttentionBackend`."""
+        try:
+            torch.ops.ostinato.absorb(_dense(rows), packed, out, int(self.isa))
+        except RuntimeError as error:
+            raise AuditError(f"product per head refused: {error}") from error
 
 
 def _dense(rows: Tensor) -> Tensor:

@@ -56,6 +56,16 @@ class TorchRef:
             start += query_len
         return out
 
+    def pack_heads(self, weight: Tensor) -> Tensor:
+        """As it is."""
+        return weight.contiguous()
+
+    def head_product(self, rows: Tensor, packed: Tensor, out: Tensor) -> None:
+        """See :class:`AttentionBackend`."""
+        if rows.shape[1:] != packed.shape[:2] or out.shape != (*rows.shape[:2], packed.shape[2]):
+            raise AuditError(f"product per head refused: {rows.shape} by {packed.shape} is not {out.shape}")
+        out.copy_(torch.einsum("rha,hab->rhb", rows, packed))
+
 
 def _attend_sequence(query: Tensor, pages: KVPages, params: AttentionParams, table: Tensor, context_len: int) -> Tensor:
     """One sequence: ``query`` ``[q, query_heads, dim]`` to ``[q, query_heads, value_dim]``."""

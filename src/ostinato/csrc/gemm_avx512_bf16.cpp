@@ -1,0 +1,29 @@
+// Row-wise products for x86-64 with AVX-512 and its bfloat16 instructions.
+#if defined(__x86_64__)
+#define OSTINATO_AVX512_BF16
+#include "vector_avx512.h"
+
+#include "gemm_rows_kernel.h"
+
+namespace ostinato {
+
+const GemmTable* avx512_bf16_gemm() {
+  static const GemmTable table = {{multiply<FloatOperand>, multiply<PairOperand>},
+                                  {pack_panel<float>, pack_panel<uint16_t>},
+                                  {combine<float>, combine<uint16_t>}};
+  return &table;
+}
+
+}  // namespace ostinato
+
+#else
+
+#include "gemm_rows.h"
+
+namespace ostinato {
+
+const GemmTable* avx512_bf16_gemm() { return nullptr; }
+
+}  // namespace ostinato
+
+#endif
