@@ -6,7 +6,7 @@ Owns: names, defaults, validation.  Names are vLLM's where both have the option.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from ostinato.errors import ConfigError
@@ -23,6 +23,7 @@ class EngineConfig:
     it, else float32 (which is then faster).  ``kv_cache_memory``: bytes of the device pool, as a number or
     text such as ``2GiB``; ``num_gpu_blocks_override`` gives it in pages instead.  ``kv``: lower tiers from fast to
     slow, such as ``("host:8GiB",)``; a transfer that takes longer than its deadline is given up.
+    ``kv_transfer_config``: more tiers behind them, in vLLM's JSON.
     ``check_invariants``: audit after every step and poison memory (slow; for tests).
     """
 
@@ -31,7 +32,8 @@ class EngineConfig:
     max_model_len: int | None = None
     kv_cache_memory: int | str = "1GiB"
     num_gpu_blocks_override: int | None = None
-    kv: Sequence[str] = ()
+    kv: Sequence[str] = field(default=(), repr=False)
+    kv_transfer_config: str | None = field(default=None, repr=False)
     enable_prefix_caching: bool = True
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
@@ -55,8 +57,11 @@ class EngineConfig:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}")
         if not isinstance(self.kv, (list, tuple)) or not all(isinstance(tier, str) for tier in self.kv):
-            raise ConfigError(f'kv is a list of tiers such as ["host:8GiB"], not {self.kv!r}')
-        if self.kv and not self.enable_prefix_caching:
+            # Not shown: a tier may carry a password.
+            raise ConfigError(f'kv is a list of tiers such as ["host:8GiB"], not a {type(self.kv).__name__}')
+        if self.kv_transfer_config is not None and not isinstance(self.kv_transfer_config, str):
+            raise ConfigError(f"kv_transfer_config is JSON text, not a {type(self.kv_transfer_config).__name__}")
+        if (self.kv or self.kv_transfer_config) and not self.enable_prefix_caching:
             raise ConfigError("kv tiers do nothing without enable_prefix_caching")
 
 

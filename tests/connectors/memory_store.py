@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from field.scripted import Clock
 from ostinato.cache.keys import BlockKey
 from ostinato.cache.kinds import Full
 from ostinato.cache.layout import CacheLayout, GroupSpec
@@ -154,9 +155,10 @@ class Bench:
         self.connector.close()
 
 
-def quick(limit: int = 3, pause_s: float = 0.05, patience_s: float = 0.1) -> Breakers:
-    """Breakers that lose and find patience within a test's time."""
-    return Breakers(*(Breaker(limit, pause_s, 1.0, patience_s=patience_s) for _ in range(3)))
+def timed() -> tuple[Breakers, Clock]:
+    """Breakers whose time passes only when told to: 3 failures, pauses of 1 s, patience of 3 s."""
+    clock = Clock()
+    return Breakers(*(Breaker(clock=clock) for _ in range(3))), clock
 
 
 def key(number: int) -> BlockKey:

@@ -79,9 +79,9 @@ def whole(tokens: int) -> int:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("step", [16, 37, 64, 200])
+@pytest.mark.parametrize("step", [16, 37, 200])
 def test_resumes_at_the_prompts_end_and_at_the_answers(name: str, step: int) -> None:
-    for length, count in ((1, 1), (16, 1), (17, 3), (47, 20), (48, 17), (96, 1), (97, 33), (130, 40), (160, 2)):
+    for length, count in ((1, 1), (17, 3), (47, 20), (48, 17), (96, 1), (97, 33), (160, 2)):
         if step == 16 and length % 48 == 0 and name == "chunked":
             continue  # its chunk has gone before anybody knows that the prompt ends
         tier, rig = emitting(name, step_tokens=step)

@@ -14,8 +14,10 @@ from ostinato.cache.keys import Namespace
 from ostinato.cache.layout import CacheLayout
 from ostinato.config import EngineConfig
 from ostinato.connectors.api import Connector, Ownership, Site
+from ostinato.connectors.multi import expand
 from ostinato.connectors.record import RecordIdentity
-from ostinato.connectors.registry import make_connector, parse_bytes
+from ostinato.connectors.registry import parse_bytes
+from ostinato.connectors.tiers import make_tiers
 from ostinato.engine.binding import bind_connectors
 from ostinato.engine.loop import Engine, Limits
 from ostinato.engine.startup import StartupReport, TierRow, group_rows
@@ -53,7 +55,7 @@ def build_engine(
     """An engine over a loaded model.  ``connectors`` replaces what ``config.kv`` names (tests)."""
     layout = runtime.layout
     pages, max_model_len = _sizes(runtime, config)
-    tiers = tuple(connectors) if connectors is not None else tuple(make_connector(text) for text in config.kv)
+    tiers = make_tiers(config) if connectors is None else expand(connectors)
     for connector in tiers:
         connector.open(Site(layout, RecordIdentity(layout.fingerprint(), _namespace(runtime, "").seed())))
     core = _core(layout, config, pages, tiers)

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeAlias
 
 from ostinato.config import EngineConfig
 from ostinato.connectors.hooks import close_all
-from ostinato.connectors.registry import make_connector
+from ostinato.connectors.tiers import make_tiers
 from ostinato.engine.build import BuiltEngine, build_engine, device_bytes
 from ostinato.engine.loop import Prompt
 from ostinato.engine.outputs import RequestOutput
@@ -55,7 +55,7 @@ class LLM:
         name = model.name if isinstance(model, Runtime) else os.fspath(model)
         config = _config(name, options)
         # Made before the weights are read: a mistake in a tier need not wait for them.
-        tiers = [make_connector(text) for text in config.kv]
+        tiers = make_tiers(config)
         runtime = model if isinstance(model, Runtime) else _load(name, config, progress)
         if config.dtype not in ("auto", runtime.identity.dtype):
             raise ConfigError(f"the runtime was loaded in {runtime.identity.dtype}, not in {config.dtype}")

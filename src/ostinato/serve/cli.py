@@ -59,6 +59,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="Stop at this text; repeat it.")] = None,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
     kv: Tiers = None,
+    kv_transfer_config: Annotated[str | None, typer.Option(help="More tiers, in vLLM's JSON.")] = None,
     kv_cache_memory: Annotated[str, typer.Option(help="Memory of the device pool.")] = "1GiB",
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")] = None,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Most tokens computed in one step.")] = 512,
@@ -76,6 +77,7 @@ def generate(
     options: dict[str, Any] = {
         "dtype": dtype,
         "kv": tuple(kv or ()),
+        "kv_transfer_config": kv_transfer_config,
         "kv_cache_memory": kv_cache_memory,
         "max_model_len": max_model_len,
         "max_num_batched_tokens": max_num_batched_tokens,

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 from ostinato.config import EngineConfig
-from ostinato.connectors.registry import make_connector, parse_bytes
+from ostinato.connectors.registry import parse_bytes
+from ostinato.connectors.tiers import make_tiers
 from ostinato.errors import ConfigError
 from ostinato.memory import check_memory
 from ostinato.runtime.models import Progress, resolve
@@ -25,7 +26,7 @@ def check_early(config: EngineConfig, progress: Progress) -> None:
     """Raise what is wrong with the budget, the tiers or the model's name.  A known model's first use converts it."""
     memory = config.kv_cache_memory
     check_memory("the device pool", parse_bytes(memory) if isinstance(memory, str) else memory)
-    for tier in config.kv:
-        make_connector(tier).close()
+    for connector in make_tiers(config):
+        connector.close()
     # Results alone go to stdout.
     resolve(config.model, lambda text: print(text, file=sys.stderr), progress)

@@ -49,7 +49,8 @@ beyond its windows, chunks and budgets, in random chunks, alone and beside each 
 * **exact**: every logit is that of the model's own forward pass, up to rounding. Under *promise*: `bitwise` where
   cached, chunked and batched runs are also equal to the last bit, `within tolerance` where they are equal up to
   rounding. A real checkpoint is checked again whenever it is loaded.
-* **refused**: loading it raises an error that gives the reason. No model is served wrongly.
+* **refused**: loading it raises an error that gives the reason, or it could not be tried, and the reason says why. No
+  model is served wrongly.
 
 *Keeps* names what its layers keep between tokens; `latent` is the compressed form of MLA.
 

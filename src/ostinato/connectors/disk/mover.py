@@ -1,0 +1,119 @@
+"""The disk tier: worker half.  A load and a store thread between device pages and a :class:`Bytes`.
+
+Owns: the threads, batches, one report per order.  Does not own: files and index (``store``).  ``submit``, ``poll`` and
+``cancel`` are called by the worker's thread only and never block.  Loads go straight into the device pages that the
+order names: a page whose load fails is never published, so it does not matter what was written to it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from queue import SimpleQueue
+from typing import Final, Protocol
+
+from ostinato.connectors.api import DevicePages
+from ostinato.connectors.disk.codec import Item
+from ostinato.ids import JobId
+from ostinato.transfer.job import JobKind, Move, TransferOrder, TransferReport
+
+log: Final = logging.getLogger(__name__)
+BATCH_RECORDS: Final = 1024
+BATCH_BYTES: Final = 32 << 20
+
+
+class Bytes(Protocol):
+    """Where records are; both calls may block and are made by a thread each."""
+
+    def write(self, items: Sequence[Item]) -> list[bool]: ...
+
+    def read(self, items: Sequence[Item]) -> list[bool]: ...
+
+
+class DiskMover:
+    """``drain_s``: how long :meth:`close` goes on with stores that were ordered."""
+
+    def __init__(self, device: DevicePages, notify: Callable[[], None], store: Bytes, drain_s: float) -> None:
+        self._memory = memoryview(device.pages.numpy()).cast("B") if device.pages.numel() else memoryview(b"")
+        self._page_bytes = int(device.pages.shape[1])
+        self._notify = notify
+        self._store = store
+        self._drain_s = drain_s
+        self._give_up = threading.Event()
+        self._reports: deque[TransferReport] = deque()
+        self._pending: set[JobId] = set()
+        self._cancelled: set[JobId] = set()
+        self._queues: dict[JobKind, SimpleQueue[TransferOrder | None]] = {kind: SimpleQueue() for kind in JobKind}
+        self._threads = [
+            threading.Thread(target=self._run, args=(queue,), name=f"ostinato-disk-{kind.value}", daemon=True)
+            for kind, queue in self._queues.items()
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, order: TransferOrder) -> None:
+        self._pending.add(order.job_id)
+        self._queues[order.kind].put(order)
+
+    def poll(self) -> list[TransferReport]:
+        reports = []
+        while self._reports:
+            reports.append(self._reports.popleft())
+        ended = {report.job_id for report in reports}
+        self._pending -= ended
+        self._cancelled -= ended
+        return reports
+
+    def cancel(self, job_id: JobId) -> None:
+        """What was not begun is given up (and reported as failed); a batch that has begun finishes."""
+        if job_id in self._pending:
+            self._cancelled.add(job_id)
+
+    def close(self) -> None:
+        """Finish what was ordered, but begin nothing after ``drain_s`` seconds."""
+        for queue in self._queues.values():
+            queue.put(None)
+        deadline = time.monotonic() + self._drain_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._give_up.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, queue: SimpleQueue[TransferOrder | None]) -> None:
+        while (order := queue.get()) is not None:
+            self._reports.append(self._carry_out(order))
+            self._notify()
+
+    def _carry_out(self, order: TransferOrder) -> TransferReport:
+        start, failed = time.perf_counter(), set(range(len(order.moves)))
+        move = self._store.read if order.kind is JobKind.LOAD else self._store.write
+        try:
+            for first, moves in _batches(order.moves):
+                if order.job_id in self._cancelled or self._give_up.is_set():
+                    break
+                done = move([self._item(one) for one in moves])
+                failed.difference_update(first + index for index, good in enumerate(done) if good)
+        except Exception:
+            log.exception("disk: %s of job %d failed; the blocks are computed again", order.kind.value, order.job_id)
+        moved = sum(one.length for index, one in enumerate(order.moves) if index not in failed)
+        return TransferReport(order.job_id, 0, tuple(sorted(failed)), moved, time.perf_counter() - start)
+
+    def _item(self, move: Move) -> Item:
+        begin = move.device_slot * self._page_bytes + move.offset
+        return Item(move.key, move.ordinal, self._memory[begin : begin + move.length])
+
+
+def _batches(moves: Sequence[Move]) -> Iterator[tuple[int, Sequence[Move]]]:
+    """Runs of moves that are handed over together, with the index of the first."""
+    first = size = 0
+    for index, move in enumerate(moves):
+        if index > first and (index - first == BATCH_RECORDS or size + move.length > BATCH_BYTES):
+            yield first, moves[first:index]
+            first, size = index, 0
+        size += move.length
+    if first < len(moves):
+        yield first, moves[first:]
