@@ -194,7 +194,7 @@ def test_the_command_judges_in_processes(tmp_path: Path) -> None:
     assert json.loads(facts.read_text())[0] == {
         "model": "Qwen3ForCausalLM",
         "exact": True,
-        "keeps": "full",
+        "keeps": "window, full",
         "promise": "bitwise",
         "reason": "",
         "missed": False,

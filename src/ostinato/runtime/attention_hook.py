@@ -25,7 +25,8 @@ from ostinato.runtime.attention import AttentionBackend, AttentionParams, KVPage
 from ostinato.runtime.context import ACTIVE
 from ostinato.runtime.geometry import LayerGeometry
 from ostinato.runtime.latent import attend_latents, hand_over_latents
-from ostinato.runtime.specs import LAYER_KEY
+from ostinato.runtime.paged_cache import UPDATED
+from ostinato.runtime.probe_cache import attending_layer
 
 PAGED: Final = "ostinato_paged"
 
@@ -60,11 +61,10 @@ def paged_attention(
         AuditError: the layer keeps no keys and values, or the rows do not fit its pages.
     """
     step = ACTIVE.get()
-    layer: Any = kwargs.get(LAYER_KEY)
-    if layer is None:
-        layer = module.layer_idx
-    shape = step.geometry[layer]
-    if shape is None:
+    layer = attending_layer(module, kwargs, UPDATED.get())
+    UPDATED.set(None)
+    shape = None if layer is None else step.geometry[layer]
+    if layer is None or shape is None:
         raise AuditError(
             f"layer {layer} attends, but it was found to keep no keys and values when the model was loaded"
         )

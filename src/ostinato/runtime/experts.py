@@ -15,6 +15,7 @@ Thread: :func:`install_experts` at load; :func:`run_experts` in the forward pass
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -29,6 +30,8 @@ from ostinato.runtime.bare_weights import guard_bare_weights
 
 OSTINATO: Final = "ostinato"
 DTYPES: Final = (torch.float32, torch.bfloat16)
+_ARGUMENTS: Final = ("hidden_states", "top_k_index", "top_k_weights")
+"""What transformers' interface passes (5.20 to 5.24), besides the module."""
 _WEIGHTS: Final = "_ostinato_weights"
 _PANEL: Final = 32
 _VECTOR: Final = 128
@@ -80,6 +83,9 @@ def _replace_experts(model: PreTrainedModel) -> str | None:
         return f"transformers' ({reason})"
     if not all(_is_supported(module) for module in modules):
         return "transformers' (their layout or dtype is not supported)"
+    known = ExpertsInterface().get("batched_mm")
+    if known is None or tuple(inspect.signature(known).parameters)[1:] != _ARGUMENTS:
+        return "transformers' (its interface is not the known one)"
     ExpertsInterface.register(OSTINATO, run_experts)
     model.set_experts_implementation(OSTINATO)
     if any(cast(Any, module).config._experts_implementation != OSTINATO for module in modules):

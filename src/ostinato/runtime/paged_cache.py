@@ -41,6 +41,8 @@ class Turn:
     scanned: int = 0
 
 
+UPDATED: Final[ContextVar[int | None]] = ContextVar("ostinato_updated", default=None)
+"""The layer whose keys and values this thread last put into the cache; None once its attention has run."""
 TURN: Final[ContextVar[Turn | None]] = ContextVar("ostinato_turn", default=None)
 """The state that the next convolution or scan of this thread belongs to."""
 
@@ -63,7 +65,8 @@ class PagedCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Identity.  transformers passes on what is put into ``kwargs["kwargs"]`` to the attention function."""
+        """Identity.  transformers passes on what is put into ``kwargs["kwargs"]`` to the attention function (5.24)."""
+        UPDATED.set(layer_idx)
         if (bag := kwargs.get("kwargs")) is not None:
             bag[LAYER_KEY] = layer_idx
         return key_states, value_states

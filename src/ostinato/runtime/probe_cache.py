@@ -9,9 +9,11 @@ Nothing is computed: shapes, dtypes, and whose tensor is whose.  Runs at load; o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final, NoReturn
 
 import torch
@@ -27,6 +29,19 @@ PROBE: Final = "ostinato_probe"
 """Name of :func:`probe_attention` in transformers' attention interface."""
 _ATTENTION_TENSORS: Final = frozenset({"s_aux", "position_ids", "cache_position"})
 """Tensors that an attention call may carry besides query, key and value without changing what it computes for us."""
+_ATTENTION_NUMBERS: Final = frozenset({"scaling", "sliding_window", "softcap", "dropout", "logits_to_keep"})
+"""The same for numbers.  One under another name is a known one renamed, or means something new."""
+_CACHE_METHODS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "update": ("self", "key_states", "value_states", "layer_idx"),
+        "update_conv_state": ("self", "conv_states", "layer_idx", "state_idx"),
+        "update_recurrent_state": ("self", "recurrent_states", "layer_idx", "state_idx"),
+        "get_seq_length": ("self", "layer_idx"),
+        "get_query_offset": ("self", "layer_idx"),
+        "get_mask_sizes": ("self", "query_length", "layer_idx"),
+    }
+)
+"""What the methods of transformers' cache take (5.20 to 5.24) that ours stand in for."""
 
 
 class RefusalError(Exception):
@@ -61,6 +76,28 @@ class Record:
 
 RECORDING: Final[ContextVar[ProbeCache]] = ContextVar("ostinato_recording")
 """Set around the probing forward pass: the cache that it fills."""
+
+
+def check_cache() -> None:
+    """Refuse every model when transformers' cache takes other arguments than ours, which would lose them unseen."""
+    for name, known in _CACHE_METHODS.items():
+        parameters = inspect.signature(getattr(Cache, name)).parameters.values()
+        named = tuple(item.name for item in parameters if item.kind is item.POSITIONAL_OR_KEYWORD)
+        if named != known:
+            odd = sorted(set(named) ^ set(known)) or ["their order"]
+            raise RefusalError(f"transformers' cache differs in the arguments of `{name}`: {', '.join(odd)}")
+
+
+def attending_layer(module: nn.Module, call: Mapping[str, Any], updated: int | None) -> int | None:
+    """The layer that an attention call serves; None: it cannot be told.
+
+    The cache tells it where ``cache.update`` is given the call's keywords.  Else the module knows, unless it is shared
+    by several layers and has no valid index; then it is the layer that ``updated`` the cache last.
+    """
+    for layer in (call.get(LAYER_KEY), getattr(module, "layer_idx", None), updated):
+        if isinstance(layer, int) and layer >= 0:
+            return layer
+    return None
 
 
 class _NoLayers(list[Any]):
@@ -108,6 +145,7 @@ class ProbeCache(_NoPast):
         self.layers = _NoLayers()
         self.records = [Record() for _ in range(layers)]
         self.asked_length = False
+        self.updated: int | None = None
         self._produced: list[tuple[int, torch.Tensor, torch.Tensor]] = []
 
     def __len__(self) -> int:
@@ -120,6 +158,7 @@ class ProbeCache(_NoPast):
         if record.key is not None:
             raise RefusalError(f"layer {layer_idx} updates the cache more than once per pass")
         record.key, record.value = key_states.shape, value_states.shape
+        self.updated = layer_idx
         self._produced.append((layer_idx, key_states, value_states))
         if (bag := kwargs.get("kwargs")) is not None:
             bag[LAYER_KEY] = layer_idx
@@ -198,8 +237,8 @@ def probe_attention(
 
 
 def _layer(module: nn.Module, cache: ProbeCache, kwargs: dict[str, Any]) -> int:
-    layer = kwargs.get(LAYER_KEY, getattr(module, "layer_idx", None))
-    if not isinstance(layer, int) or not 0 <= layer < len(cache):
+    layer = attending_layer(module, kwargs, cache.updated)
+    if layer is None or layer >= len(cache):
         raise RefusalError("an attention call does not say which layer it belongs to")
     return layer
 
@@ -207,8 +246,14 @@ def _layer(module: nn.Module, cache: ProbeCache, kwargs: dict[str, Any]) -> int:
 def _refuse_odd(module: nn.Module, layer: int, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
         raise RefusalError(f"layer {layer} is not causal (an encoder or an embedding model)")
-    odd = sorted(name for name, item in kwargs.items() if torch.is_tensor(item) and name not in _ATTENTION_TENSORS)
+    odd = sorted(name for name, item in kwargs.items() if _is_odd(name, item))
     if odd:
         raise RefusalError(f"layer {layer} passes {', '.join(odd)} to attention, which is not understood here")
     if (args and args[0] is not None) or kwargs.get("attention_mask") is not None:
         raise RefusalError(f"layer {layer} comes with an attention mask of the model's own making")
+
+
+def _is_odd(name: str, item: object) -> bool:
+    if torch.is_tensor(item):
+        return name not in _ATTENTION_TENSORS
+    return isinstance(item, int | float) and not isinstance(item, bool) and name not in _ATTENTION_NUMBERS | {LAYER_KEY}

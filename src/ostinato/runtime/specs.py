@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
@@ -33,17 +33,15 @@ from ostinato.cache.layout import ALIGNMENT, LayerSpec
 from ostinato.errors import ModelRefusedError
 from ostinato.runtime.geometry import LayerGeometry, ModelSpecs, StateBuffer, StateGeometry, StateUse
 from ostinato.runtime.probe_cache import (
-    LAYER_KEY,
     PROBE,
     RECORDING,
     Kept,
     ProbeCache,
     Record,
     RefusalError,
+    check_cache,
     probe_attention,
 )
-
-__all__ = ["CACHE_ARGUMENTS", "LAYER_KEY", "output_head", "probe_specs"]
 
 _log = logging.getLogger(__name__)
 
@@ -75,6 +73,7 @@ class _LayerKind:
 def probe_specs(model: PreTrainedModel) -> ModelSpecs:
     """The specs of ``model``.  Raises :class:`ModelRefusedError`, which says why, when it cannot be served."""
     try:
+        check_cache()
         _check_class(model)
         kinds = _kinds(model)
         attends = any(kind.kind is not None for kind in kinds)
@@ -111,18 +110,26 @@ def _check_forward(model: PreTrainedModel, attends: bool) -> tuple[str, bool]:
 
     A wrong name would vanish in the model's ``**kwargs``, and every token would be computed without its past.
     """
-    parameters = inspect.signature(inspect.unwrap(type(model).forward)).parameters
+    parameters, inner = _parameters(model), _parameters(model.base_model)
     takes_positions = "position_ids" in parameters
     # Without attention nothing depends on a position but through the state.
     for needed in ("position_ids", "logits_to_keep") if attends else ("logits_to_keep",):
         if needed not in parameters:
             raise RefusalError(f"its forward pass has no `{needed}` argument, which packed batches need")
-    for name in CACHE_ARGUMENTS:
-        if name in parameters:
-            return name, takes_positions
-    raise RefusalError(
-        f"its forward pass takes neither {' nor '.join(CACHE_ARGUMENTS)}: it keeps state in a way of its own"
-    )
+    name = next((name for name in CACHE_ARGUMENTS if name in parameters), None)
+    if name is None:
+        raise RefusalError(
+            f"its forward pass takes neither {' nor '.join(CACHE_ARGUMENTS)}: it keeps state in a way of its own"
+        )
+    # Steps that need no logits run the model without its head.
+    for needed in (name, "position_ids") if takes_positions else (name,):
+        if needed not in inner:
+            raise RefusalError(f"its forward pass takes `{needed}`, but not that of the model inside of it")
+    return name, takes_positions
+
+
+def _parameters(model: nn.Module) -> Collection[str]:
+    return inspect.signature(inspect.unwrap(type(model).forward)).parameters.keys()
 
 
 # --------------------------------------------------------------------------------------------------------------- kinds

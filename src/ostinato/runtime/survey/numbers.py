@@ -82,6 +82,8 @@ SMALL: Final[Mapping[str, Any]] = MappingProxyType(
 """By field name; set where the class's default config has the field and it is not None."""
 
 _ROPE: Final[Mapping[str, Any]] = MappingProxyType({"rope_type": "default", "rope_theta": 10000.0})
+_WINDOWS: Final[Mapping[str, Any]] = MappingProxyType({"layer_types": ["sliding_attention", "full_attention"] * 2})
+"""Of classes whose default layers are all alike, though their checkpoints' are not."""
 _SWA_LATENT: Final[Mapping[str, Any]] = MappingProxyType(
     {
         **_all(_HEADS, "swa_num_attention_heads swa_num_key_value_heads"),
@@ -99,21 +101,36 @@ OVERRIDES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         },
         "CohereCompassForCausalLM": {
             "rope_parameters": {"full_attention": dict(_ROPE), "sliding_attention": dict(_ROPE)},
+            **_WINDOWS,
         },
         "DbrxForCausalLM": {
             "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
             "ffn_config": {"hidden_size": _HIDDEN, "ffn_hidden_size": _HIDDEN, "moe_num_experts": 4, "moe_top_k": 2},
         },
         "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
-        "Dots1ForCausalLM": {"n_routed_experts": _EXPERTS, "n_shared_experts": 1, "num_experts_per_tok": 2},
+        "Dots1ForCausalLM": {
+            "n_routed_experts": _EXPERTS,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            **_WINDOWS,
+        },
         "Dots3NoteForCausalLM": {**_SWA_LATENT, "per_layer_config": ...},
+        "GraniteMoeHybridForCausalLM": {"layer_types": ["mamba", "mamba", "attention", "mamba"]},
         "HunYuanDenseV1ForCausalLM": {"head_dim": _HEAD_DIM},
         "HunYuanMoEV1ForCausalLM": {"head_dim": _HEAD_DIM},
         "JambaForCausalLM": {"attn_layer_period": 4, "attn_layer_offset": 2},
+        "LagunaForCausalLM": dict(_WINDOWS),
+        "Lfm2ForCausalLM": {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_hidden_layers": 4},
         "Lfm2MoeForCausalLM": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
         "Mamba2ForCausalLM": {"num_heads": 8},
-        "MinistralForCausalLM": {"head_dim": _HEAD_DIM},
+        "MellumForCausalLM": dict(_WINDOWS),
+        "MiniMaxM3VLForCausalLM": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
+        "MinistralForCausalLM": {"head_dim": _HEAD_DIM, **_WINDOWS},
         "NemotronForCausalLM": {"head_dim": _HEAD_DIM, "num_key_value_heads": _KV_HEADS},
+        "Phi3ForCausalLM": {"sliding_window": WINDOW},
+        "Qwen2ForCausalLM": {"use_sliding_window": True, "sliding_window": WINDOW, **_WINDOWS},
+        "Qwen2MoeForCausalLM": {"use_sliding_window": True, "sliding_window": WINDOW, **_WINDOWS},
+        "Qwen3ForCausalLM": {"use_sliding_window": True, "sliding_window": WINDOW, **_WINDOWS},
         "Qwen4ExpForCausalLM": {
             "indexer_n_heads": 2,
             "indexer_kv_heads": 1,

@@ -35,6 +35,8 @@ def tiny_model(name: str) -> PreTrainedModel:
         model: PreTrainedModel = kind(config)
     except NoTinyModelError:
         raise
+    except ImportError as error:
+        raise NoTinyModelError(f"a package is missing: {str(error).strip().partition('. ')[0]}") from error
     except Exception as error:  # whatever a config's validation or a constructor raises
         raise NoTinyModelError(f"{type(error).__name__}: {error}") from error
     with torch.no_grad():
