@@ -15,12 +15,21 @@ from connectors.memory_store import IDENTITY
 from connectors.observer import session
 from field.rig import Rig, expected_tokens, fake_rig, layout_of
 from ostinato.cache.keys import BlockKey
-from ostinato.cache.kinds import Full, State, Window
+from ostinato.cache.kinds import Chunked, Full, Kind, State, Window
 from ostinato.cache.layout import CacheLayout, GroupSpec
 from ostinato.connectors.api import Site
 from ostinato.connectors.breaker import Breaker, Breakers
-from ostinato.connectors.lmcache import Address, LMCacheConnector
-from ostinato.connectors.lmcache_claims import Claims, Lookup, Written, required_keys, stand_ins
+from ostinato.connectors.lmcache import LMCacheConnector
+from ostinato.connectors.lmcache_claims import (
+    Claims,
+    Lookup,
+    Written,
+    peers,
+    required_keys,
+    stand_ins,
+    trailing_tokens,
+)
+from ostinato.connectors.lmcache_lookups import Address
 from ostinato.connectors.registry import make_connector
 from ostinato.errors import ConfigError, ConnectorError
 from ostinato.ids import GroupId
@@ -55,7 +64,7 @@ def running(
     monkeypatch: pytest.MonkeyPatch, server: MemoryLMCache, layout: CacheLayout = HYBRID, pages: int = 200
 ) -> Iterator[tuple[LMCacheConnector, Rig]]:
     monkeypatch.setitem(sys.modules, "ostinato.connectors.lmcache_mover", server.module())
-    connector = LMCacheConnector(Address())
+    connector = LMCacheConnector(Address("tcp://127.0.0.1:5555"))
     connector.breakers = Breakers(*(Breaker(pause_s=0.01, max_pause_s=0.05) for _ in range(3)))
     connector.open(Site(layout, IDENTITY))
     rig = fake_rig(layout, pages, [connector])
@@ -189,6 +198,31 @@ def chain_of(count: int) -> tuple[bytes, ...]:
     return tuple(bytes([number]) * 32 for number in range(count))
 
 
+@pytest.mark.parametrize(
+    ("kind", "tokens"),
+    [
+        (Full(), -1),
+        (Window(33), 32),
+        (Window(34), 48),
+        (Window(1), 16),
+        (Window(33, 4), -1),
+        (Chunked(40), 48),
+        (State(), 16),
+    ],
+)
+def test_lmcache_is_told_to_require_enough(kind: Kind, tokens: int) -> None:
+    assert trailing_tokens(kind, 16) == tokens
+    for cut in range(16, 400, 16):
+        first = min((low for low, high in kind.required(cut, 16) if high > low), default=cut // 16)
+        assert tokens < 0 or first * 16 >= cut - tokens
+
+
+def test_groups_of_one_object_stand_together() -> None:
+    layout = layout_of(Full(), Window(33), State(), Full(), Window(40), State(), Window(60))
+    assert peers(layout) == [[0, 3], [1], [2, 5], [4], [6]]
+    assert peers(layout_of(Window(33), Window(30))) == [[0, 1]], "windows of as many units"
+
+
 def test_stand_ins_are_the_digests() -> None:
     chain = (bytes(range(32)), b"\xff" * 32)
     words = stand_ins(chain, 16)
@@ -256,9 +290,9 @@ def test_wrong_specifications(text: str) -> None:
 def test_a_missing_package_is_told_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ostinato.connectors.lmcache_mover", None)
     with pytest.raises(ConnectorError, match=r"docs/stores/lmcache\.md"):
-        LMCacheConnector(Address()).open(Site(HYBRID, IDENTITY))
+        LMCacheConnector(Address("tcp://127.0.0.1:5555")).open(Site(HYBRID, IDENTITY))
 
 
 def test_other_hash_units_are_refused() -> None:
     with pytest.raises(ConnectorError, match="hash unit"):
-        LMCacheConnector(Address()).open(Site(layout_of(Full(), unit=8), IDENTITY))
+        LMCacheConnector(Address("tcp://127.0.0.1:5555")).open(Site(layout_of(Full(), unit=8), IDENTITY))

@@ -239,22 +239,22 @@ class TestKnown:
         fake = FakeStore()
         client = client_of(fake)
         fake.objects["a"] = b""
-        client.note(["a", "b", "c"])
+        client.known.note(["a", "b", "c"])
         assert client.contains(["a"]) == [True]
         assert client.contains(["never seen"]) == [False]
-        assert all(client.knows(name) for name in "abc")
+        assert all(name in client.known for name in "abc")
         assert client.contains(["b"]) == [False]
-        assert not any(client.knows(name) for name in "abc")
-        client.note(["a", "b"])
+        assert not any(name in client.known for name in "abc")
+        client.known.note(["a", "b"])
         client.get([Span("b", client.take_staging().address, 10)])
-        assert not client.knows("a")
+        assert "a" not in client.known
 
     def test_it_ends(self, monkeypatch: pytest.MonkeyPatch) -> None:
         client = client_of(FakeStore())
-        client.note(["a"])
+        client.known.note(["a"])
         now = __import__("time").monotonic()
         monkeypatch.setattr("ostinato.connectors.mooncake_client.time.monotonic", lambda: now + 31)
-        assert not client.knows("a")
+        assert "a" not in client.known
 
 
 def order_of(numbers: list[int], job: int = 1, blocks: Any = None, kind: JobKind = JobKind.STORE) -> TransferOrder:

@@ -190,3 +190,25 @@ def test_memory_of_requests_ends_with_them(name: str) -> None:
     rig.run(patience=400)
     assert not tier.emission._progress
     rig.check_quiet()
+
+
+def test_the_prompt_is_there_while_the_answer_is_being_computed() -> None:
+    tier, rig = emitting("state", step_tokens=64)
+    rig.add(session(1, 105), 100)
+    rig.step(6)
+    assert set(tier.held(0)) == set(range(6))
+    assert {4, 5} <= set(tier.held(1))
+    assert {5} <= set(tier.held(2))
+    rig.run()
+
+
+def test_the_end_is_one_more_try() -> None:
+    tier, rig = emitting("window", step_tokens=64)
+    tier.ready = False
+    rig.add(session(1, 100), 3)
+    rig.step(3)
+    tier.ready = True
+    rig.run()
+    rig.settle()
+    assert tier.held(0) == list(range(6))
+    assert resumed(rig, session(1, 100)) == 96

@@ -149,7 +149,8 @@ class TestFacts:
     def test_there_is_no_way_to_allocate_or_free(self) -> None:
         public = {name for name in dir(KVConnectorSchedulerContext) if not name.startswith("_")}
         assert public == {
-            "blocks", "digests", "pin", "emit", "boundary_states", "cached", "eviction_candidates", "pool_stats", "expire",
+            "blocks", "digests", "pin", "emit", "boundary_states", "cached", "eviction_candidates", "pool_stats",
+            "expire",
         }  # fmt: skip
 
 

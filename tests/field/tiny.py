@@ -45,6 +45,12 @@ def runtime() -> Runtime:
 
 def tiny_engine(tiers: Sequence[ScriptedTier] = (), pages: int = 300, step_tokens: int = 64, **options: Any) -> Rig:
     """Audited every step; recycled pages are poisoned with NaN."""
+    return engine_over(runtime(), tiers, pages, step_tokens, **options)
+
+
+def engine_over(
+    model: Runtime, tiers: Sequence[ScriptedTier] = (), pages: int = 300, step_tokens: int = 64, **options: Any
+) -> Rig:
     clock = Clock()
     config = EngineConfig(
         model="tiny",
@@ -54,7 +60,7 @@ def tiny_engine(tiers: Sequence[ScriptedTier] = (), pages: int = 300, step_token
         check_invariants=True,
         **options,
     )
-    built: BuiltEngine = build_engine(runtime(), config, list(tiers) if tiers or not config.kv else None, clock)
+    built: BuiltEngine = build_engine(model, config, list(tiers) if tiers or not config.kv else None, clock)
     poison_on_take(built.hierarchy.core.device.pool, built.worker.arena.poison_page)
     return Rig(built.engine, built.hierarchy, clock)
 

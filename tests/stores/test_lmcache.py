@@ -20,9 +20,9 @@ from field.rig import layout_of
 from ostinato.cache.keys import BlockKey
 from ostinato.cache.kinds import Full, State, Window
 from ostinato.connectors.api import Site
-from ostinato.connectors.lmcache import Address, LMCacheConnector
+from ostinato.connectors.lmcache import LMCacheConnector
 from ostinato.connectors.lmcache_claims import Claims, Lookup, Written, required_keys
-from ostinato.connectors.lmcache_lookups import Desk, make_names
+from ostinato.connectors.lmcache_lookups import Address, Desk, make_names
 from ostinato.connectors.record import TRAILER_BYTES
 from ostinato.connectors.records import Record, record_name
 from ostinato.engine.llm import LLM
@@ -54,7 +54,6 @@ def server(_server: LMCacheServer) -> Iterator[LMCacheServer]:
     _server.clear()
     yield _server
     eventually(lambda: _server.memory()["read_locked_count"] == 0)
-    eventually(lambda: _server.status()["active_sessions"] == 0)
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 10) -> None:
@@ -209,6 +208,7 @@ def test_a_prompt_comes_back_bit_for_bit(subject: Subject, server: LMCacheServer
         assert same(output, subject.cold(longer))
         assert output.cached_by_tier == {"lmcache": WHOLE}
         assert dict(connector_of(llm).faults) == {}
+    eventually(lambda: server.status()["active_sessions"] == 0)
 
 
 def test_an_answer_is_stored_too(subject: Subject, server: LMCacheServer) -> None:

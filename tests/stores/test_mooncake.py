@@ -92,7 +92,7 @@ def library(llm: LLM) -> Any:
 
 def stored_names(llm: LLM) -> list[str]:
     """What the engine's store thread put, by the client's own memory."""
-    return sorted(connector_of(llm)._opened()._known)
+    return sorted(connector_of(llm)._opened().known.names())
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -29,7 +29,7 @@ from ostinato.connectors.api import Capabilities, Connector, DevicePages, Hook, 
 from ostinato.connectors.breaker import Breakers
 from ostinato.connectors.context import KVConnectorSchedulerContext
 from ostinato.connectors.lmcache_claims import DIGEST_TOKENS, Chain, Claims, Written
-from ostinato.connectors.lmcache_lookups import Desk, Lookups, make_names
+from ostinato.connectors.lmcache_lookups import Address, Desk, Lookups, make_names
 from ostinato.connectors.records import StoreLink
 from ostinato.connectors.registry import TierSpec, parse_bytes
 from ostinato.connectors.store import MAX_BACKLOG, StoreTraffic
@@ -38,8 +38,6 @@ from ostinato.ids import HOLE, RequestId, TierId
 
 TIER: Final = TierId("lmcache")
 PORT: Final = 5555
-TIMEOUT_S: Final = 2.0
-BUFFER: Final = "64MiB"
 ANSWER_S: Final = 3.0
 """Seconds for which an answer is believed, and its lookup held."""
 EMIT_UNITS: Final = 64
@@ -53,15 +51,6 @@ QUIET: Final = (
     ("LMCACHE_LOG_LEVEL", "WARNING"),
 )
 """Environment of the client library, where the user has not set it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """``url`` as LMCache has it; ``buffer`` in bytes, ``timeout`` in seconds for each call."""
-
-    url: str = f"tcp://127.0.0.1:{PORT}"
-    buffer: int = parse_bytes(BUFFER)
-    timeout: float = TIMEOUT_S
 
 
 @dataclass(slots=True)
@@ -267,11 +256,13 @@ def make_connector(spec: TierSpec) -> LMCacheConnector:
         raise wrong from None
     if not re.fullmatch(r"[A-Za-z0-9.:_-]+", host) or url.path.strip("/") or url.fragment or url.username:
         raise wrong
+    host = f"[{host}]" if ":" in host else host
+    usual, options = Address(f"tcp://{host}:{port}"), spec.options
     try:
-        timeout = float(spec.options.get("timeout", TIMEOUT_S))
+        timeout = float(options.get("timeout", usual.timeout))
     except ValueError:
         timeout = 0.0
     if not 0.05 <= timeout <= 60:
         raise ConfigError(f"tier {spec.text!r}: timeout is a number of seconds from 0.05 to 60")
-    host = f"[{host}]" if ":" in host else host
-    return LMCacheConnector(Address(f"tcp://{host}:{port}", parse_bytes(spec.options.get("buffer", BUFFER)), timeout))
+    buffer = parse_bytes(options["buffer"]) if "buffer" in options else usual.buffer
+    return LMCacheConnector(replace(usual, buffer=buffer, timeout=timeout))

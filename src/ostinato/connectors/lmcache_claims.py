@@ -1,4 +1,4 @@
-"""What an LMCache server said it can restore, and what was given to it.
+"""How LMCache sees prompts and layouts; what a server said it can restore, and what was given to it.
 
 Owns: answers about prompts, the lookups that the server still holds for us, which units were stored.  Does not own:
 asking (``lmcache_lookups``), bytes (``lmcache_mover``).  Any thread: the scheduler's, the lookup thread and both of the
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ostinato.cache.keys import BlockKey
+from ostinato.cache.kinds import Chunked, Kind, State, Window, ceil_div, keeps_checkpoints
 from ostinato.cache.layout import CacheLayout
 
 DIGEST_TOKENS: Final = 16
@@ -54,6 +55,34 @@ def required_keys(layout: CacheLayout, chain: Chain) -> frozenset[BlockKey]:
         for low, high in spec.kind.required(len(chain) * spec.hash_unit, spec.hash_unit)
         for ordinal in range(low, high)
     )
+
+
+def trailing_tokens(kind: Kind, unit: int) -> int:
+    """LMCache's window of a group: tokens before a cut, in whole units, that it must have to hit there; -1 = all.
+
+    What it cannot express (sinks) is stored and required in full.
+    """
+    match kind:
+        case State():
+            return unit
+        case Chunked(chunk):
+            return ceil_div(chunk, unit) * unit
+        case Window(window, 0):
+            return max(1, ceil_div(window - 1, unit)) * unit
+        case _:
+            return -1
+
+
+def peers(layout: CacheLayout) -> list[list[int]]:
+    """Groups that LMCache keeps in one object per unit, in the order in which they are registered.
+
+    LMCache 0.5.6 fails where such groups are not registered one after the other.
+    """
+    found: dict[tuple[bool, int], list[int]] = {}
+    for spec in layout.groups:
+        key = keeps_checkpoints(spec.kind), trailing_tokens(spec.kind, spec.hash_unit)
+        found.setdefault(key, []).append(spec.group)
+    return list(found.values())
 
 
 @dataclass(frozen=True, slots=True)

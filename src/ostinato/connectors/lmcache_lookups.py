@@ -32,6 +32,19 @@ SWEEP_S: Final = 0.5
 """How often lookups that nobody uses are looked for, while there are any."""
 
 
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where the server is.
+
+    ``url`` as LMCache has it; ``buffer``: bytes of shared memory of each of two threads that move records;
+    ``timeout``: seconds for each call.
+    """
+
+    url: str
+    buffer: int = 64 << 20
+    timeout: float = 2.0
+
+
 class LookupLink(Protocol):
     """A connection to the server; every call may block for as long as its own time-out, and may raise."""
 

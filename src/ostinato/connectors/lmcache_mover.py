@@ -19,6 +19,7 @@ what is delivered into it is thrown away.
 from __future__ import annotations
 
 import logging
+import os
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -31,12 +32,11 @@ from lmcache.v1.multiprocess.group_view import EngineGroupInfo
 from lmcache.v1.multiprocess.transfer_context import create_transfer_context
 from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 
-from ostinato.cache.kinds import Chunked, Kind, State, Window, ceil_div, keeps_checkpoints
+from ostinato.cache.kinds import ceil_div, keeps_checkpoints
 from ostinato.cache.layout import CacheLayout
 from ostinato.connectors.api import Site
-from ostinato.connectors.lmcache import Address
-from ostinato.connectors.lmcache_claims import Chain, Lookup, stand_ins
-from ostinato.connectors.lmcache_lookups import Desk, look_up
+from ostinato.connectors.lmcache_claims import Chain, Lookup, peers, stand_ins, trailing_tokens
+from ostinato.connectors.lmcache_lookups import Address, Desk, look_up
 from ostinato.connectors.record import TRAILER_BYTES
 from ostinato.connectors.records import Record
 from ostinato.errors import ConnectorError
@@ -47,6 +47,9 @@ SLOTS: Final = 16
 ALIGNMENT: Final = 64
 REFRESH_S: Final = 5.0
 """A registration is repeated after so long: it costs a millisecond, and the server may have forgotten us."""
+SHARED_MEMORY: Final = "/dev/shm"
+SLOWEST: Final = 100e6
+"""Bytes per second that a server must move at least, not to be taken for one that hangs."""
 FIRST_POLL_S: Final = 0.0005
 LAST_POLL_S: Final = 0.02
 
@@ -57,6 +60,7 @@ class LMCacheError(Exception):
 
 def check_server(address: Address, unit: int) -> None:
     """Raise :class:`ConnectorError` when a server that answers has another chunk size.  One that is silent is fine."""
+    _check_shared_memory(2 * address.buffer)
     client = _connect(address)
     try:
         _check_chunk(client, address, unit)
@@ -64,34 +68,6 @@ def check_server(address: Address, unit: int) -> None:
         log.warning("tier lmcache: %s; until it answers, nothing is found there and nothing is stored", error)
     finally:
         client.close()
-
-
-def trailing_tokens(kind: Kind, unit: int) -> int:
-    """LMCache's window of a group: tokens before a cut, in whole units, that it must have to hit there; -1 = all.
-
-    What it cannot express (sinks) is stored and required in full.
-    """
-    match kind:
-        case State():
-            return unit
-        case Chunked(chunk):
-            return ceil_div(chunk, unit) * unit
-        case Window(window, 0):
-            return max(1, ceil_div(window - 1, unit)) * unit
-        case _:
-            return -1
-
-
-def peers(layout: CacheLayout) -> list[list[int]]:
-    """Groups that LMCache keeps in one object per unit, in the order in which they are registered.
-
-    LMCache 0.5.6 fails where such groups are not registered one after the other.
-    """
-    found: dict[tuple[bool, int], list[int]] = {}
-    for spec in layout.groups:
-        key = keeps_checkpoints(spec.kind), trailing_tokens(spec.kind, spec.hash_unit)
-        found.setdefault(key, []).append(spec.group)
-    return list(found.values())
 
 
 class Placed(NamedTuple):
@@ -111,11 +87,14 @@ class Buffer:
         self.order = [group for together in peers(layout) for group in together]
         """Groups as LMCache numbers them."""
         size = max(size, 3 * self._null + 2 * sum(self._rows))
+        _check_shared_memory(size)
         storage = torch.zeros(size, dtype=torch.uint8)
         self.tensors = {}
         for group in self.order:
             row = self._rows[group]
             self.tensors[f"group{group}"] = storage[: size // row * row].view(size // row, SLOTS, row // SLOTS)
+        self.unit_bytes = sum(self._rows)
+        """Of one unit of all groups."""
         self._size = size
         self._memory = memoryview(b"")
 
@@ -243,7 +222,7 @@ class LMCacheClient:
         key = self._key(lookup.name, lookup.chain, 0, units.start, units.stop)
         event = self._transfer.create_recorded_event()
         future = self._transfer.submit_retrieve(lookup.name, key, self.buffer.tensors, blocks, event, 1)
-        done = bool(future.result(timeout=self._timeout))
+        done = bool(future.result(timeout=self._patience(units)))
         self.end(lookup, units)
         return done
 
@@ -253,7 +232,7 @@ class LMCacheClient:
         key = self._key(name, chain, 0, units.start, units.stop)
         event = self._transfer.create_recorded_event()
         future = self._transfer.submit_store(name, key, self.buffer.tensors, blocks, event, 1)
-        done = future.result(timeout=self._timeout)
+        done = future.result(timeout=self._patience(units))
         self._client.end_session(name).result(timeout=self._timeout)
         if not done:
             raise LMCacheError("the server did not take what it was given")
@@ -266,6 +245,9 @@ class LMCacheClient:
         finally:
             self._transfer.close()
             self._client.close()
+
+    def _patience(self, units: range) -> float:
+        return self._timeout + len(units) * self.buffer.unit_bytes / SLOWEST
 
     def _key(self, name: str, chain: Chain, worker: int | None, first: int, stop: int) -> Any:
         return IPCCacheServerKey(
@@ -392,4 +374,15 @@ def _check_chunk(client: Any, address: Address, unit: int) -> None:
     if chunk != unit:
         raise ConnectorError(
             f"the LMCache server at {address.url} has chunks of {chunk} tokens; start it with --chunk-size {unit}"
+        )
+
+
+def _check_shared_memory(wanted: int) -> None:
+    """A process that writes to more than there is would be killed."""
+    there = os.statvfs(SHARED_MEMORY)
+    free = there.f_bavail * there.f_frsize
+    if wanted > free:
+        raise ConnectorError(
+            f"tier lmcache wants {wanted / 2**20:.0f} MiB in {SHARED_MEMORY}, where {free / 2**20:.0f} MiB are free: "
+            "make it larger, or give a smaller ?buffer="
         )

@@ -182,6 +182,29 @@ class Library:
     is_listening: Callable[[str], bool] = _is_listening
 
 
+class Known:
+    """Records that were stored or read here not long ago, so that they need not be stored again.  Any thread."""
+
+    def __init__(self) -> None:
+        self._until: dict[str, float] = {}
+
+    def note(self, names: Sequence[str]) -> None:
+        if len(self._until) > MAX_KNOWN:
+            self._until = {}
+        self._until.update(dict.fromkeys(names, time.monotonic() + KNOWN_S))
+
+    def doubt(self, missing: Sequence[str]) -> None:
+        """Where one of the known records is gone, others may be: evicted with it, or lost with the master."""
+        if any(name in self._until for name in missing):
+            self._until = {}
+
+    def names(self) -> set[str]:
+        return set(self._until)
+
+    def __contains__(self, name: str) -> bool:
+        return self._until.get(name, 0.0) > time.monotonic()
+
+
 class MooncakeClient:
     """``staging_bytes``: size of one piece of staging memory; a load and a store thread have one each."""
 
@@ -192,12 +215,19 @@ class MooncakeClient:
         self._lock = threading.Lock()
         self._store: Any = None
         self._spare: list[Staging] = []
-        self._known: dict[str, float] = {}
+        self.known = Known()
         self._closed = False
 
     def start(self) -> None:
         """Begin to connect; whoever needs the store first waits for it, on a thread of its own."""
-        threading.Thread(target=self._try_to_connect, name="ostinato-mooncake-connect", daemon=True).start()
+
+        def connect() -> None:
+            try:
+                self.store()
+            except Exception as error:
+                log.warning("mooncake: %s; the tier is empty until it can be reached", error)
+
+        threading.Thread(target=connect, name="ostinato-mooncake-connect", daemon=True).start()
 
     def store(self) -> Any:
         """The library's client, set up.  Raises MooncakeError, within seconds, when that cannot be had."""
@@ -215,7 +245,7 @@ class MooncakeClient:
         codes = self.store().batch_is_exist(list(names))
         if len(codes) != len(names) or any(code not in (0, 1) for code in codes):
             raise MooncakeError(f"{self.options.address}: existence is not known ({min(codes, default=0)})")
-        self._doubt([name for name, code in zip(names, codes, strict=True) if not code])
+        self.known.doubt([name for name, code in zip(names, codes, strict=True) if not code])
         return [code == 1 for code in codes]
 
     def put(self, spans: Sequence[Span]) -> list[bool]:
@@ -242,34 +272,18 @@ class MooncakeClient:
         odd = [
             span.name
             for span, code in zip(spans, codes, strict=True)
-            if code != span.size and (code > 0 or (code == BAD_BUFFER and self._size(span.name) > span.size))
+            if code != span.size and (code > 0 or (code == BAD_BUFFER and self.store().get_size(span.name) > span.size))
         ]
         self.remove(odd)
-        self._doubt([span.name for span, there in zip(spans, good, strict=True) if not there])
+        self.known.doubt([span.name for span, there in zip(spans, good, strict=True) if not there])
         return good
 
     def remove(self, names: Sequence[str]) -> None:
         """Damaged records: the store keeps the first value of a name, so nobody could ever store a good one."""
-        self._doubt(names)
+        self.known.doubt(names)
         for name in names:
             code = self.store().remove(name, True)
             log.warning("mooncake: removed the unusable record %s (%d)", name, code)
-
-    # What this process knows to be in the store.
-
-    def note(self, names: Sequence[str]) -> None:
-        if len(self._known) > MAX_KNOWN:
-            self._known = {}
-        until = time.monotonic() + KNOWN_S
-        self._known.update(dict.fromkeys(names, until))
-
-    def knows(self, name: str) -> bool:
-        return self._known.get(name, 0.0) > time.monotonic()
-
-    def _doubt(self, missing: Sequence[str]) -> None:
-        """Where one of the known records is gone, others may be: evicted with it, or lost with the master."""
-        if any(name in self._known for name in missing):
-            self._known = {}
 
     # Memory.
 
@@ -309,12 +323,6 @@ class MooncakeClient:
 
     # Inside.
 
-    def _try_to_connect(self) -> None:
-        try:
-            self.store()
-        except Exception as error:
-            log.warning("mooncake: %s; the tier is empty until it can be reached", error)
-
     def _connect(self) -> Any:
         options = self.options
         if not self._library.is_listening(options.address):
@@ -334,9 +342,6 @@ class MooncakeClient:
         trouble = sorted({code for code in codes if code in TROUBLE})
         if trouble or len(codes) != count:
             raise MooncakeError(f"{self.options.address}: the store is in trouble ({trouble or len(codes)})")
-
-    def _size(self, name: str) -> int:
-        return int(self.store().get_size(name))
 
     def _groups(self, spans: Sequence[Span]) -> Any:
         if not any(span.group for span in spans):

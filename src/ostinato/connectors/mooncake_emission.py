@@ -57,6 +57,39 @@ class _Progress:
     """Checkpoints that found no room yet."""
 
 
+class Cuts:
+    """What of a group the cuts around a token require."""
+
+    def __init__(self, layout: CacheLayout) -> None:
+        self._granularity = layout.granularity
+
+    def leaving(self, spec: GroupSpec, computed: int) -> list[Wanted]:
+        """Units that a resumption here would need, but the next step does not."""
+        live = spec.kind.live(computed, spec.hash_unit)
+        kept_from = live[-1][0] if live else ceil_div(computed, spec.hash_unit)
+        tail = [(low, min(high, kept_from)) for _, low, high in self.tail(spec, computed) if low < kept_from]
+        # A chunk that ends here goes as a whole; a prompt that ends just here is too rare to store all chunks for.
+        return [Wanted(spec.group, low, high) for low, high in tail if high - low <= LAST_CALL_UNITS]
+
+    def tail(self, spec: GroupSpec, end: int) -> list[Wanted]:
+        """What the cuts at ``end`` require: the prompt alone computes its last token again, so there are two."""
+        merged: list[tuple[int, int]] = []
+        for low, high in sorted(self._required(spec, end - 1) + self._required(spec, end)):
+            if merged and low <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
+            elif low < high:
+                merged.append((low, high))
+        return [Wanted(spec.group, low, high) for low, high in merged]
+
+    def _required(self, spec: GroupSpec, tokens: int) -> list[Range]:
+        cut = tokens // self._granularity * self._granularity
+        return list(spec.kind.required(cut, spec.hash_unit))
+
+    def checkpoint(self, spec: GroupSpec, tokens: int) -> Wanted:
+        last = tokens // spec.hash_unit
+        return Wanted(spec.group, max(0, last - 1), last)
+
+
 class Emission:
     """``ready()``: whether the store takes anything now.  ``emitted(job, request)`` is told of each order."""
 
@@ -70,6 +103,7 @@ class Emission:
     ) -> None:
         self._tier = tier
         self._layout = layout
+        self._cuts = Cuts(layout)
         self._context = context
         self._ready = ready
         self._told = emitted
@@ -96,9 +130,9 @@ class Emission:
         progress.decoding = bool(before) and computed - before == 1
         wanted += self._filled(progress)
         for spec in self._windows:
-            wanted += self._leaving(spec, computed)
+            wanted += self._cuts.leaving(spec, computed)
             if began_decoding:
-                wanted += self._tail(spec, before)
+                wanted += self._cuts.tail(spec, before)
         self._note_states(request_id, progress)
         self._emit(request_id, progress, wanted)
 
@@ -109,8 +143,8 @@ class Emission:
             return
         wanted = self._filled(progress)
         for spec in self._windows:
-            wanted += self._tail(spec, progress.computed)
-        progress.states += [self._checkpoint(spec, progress.computed) for spec in self._states]
+            wanted += self._cuts.tail(spec, progress.computed)
+        progress.states += [self._cuts.checkpoint(spec, progress.computed) for spec in self._states]
         progress.retry_at = 0
         self._emit(request_id, progress, wanted)
 
@@ -130,7 +164,7 @@ class Emission:
         cut = min(cuts, default=0) // granularity * granularity
         if not cut:
             return []
-        progress.states += [self._checkpoint(spec, cut) for spec in self._states]
+        progress.states += [self._cuts.checkpoint(spec, cut) for spec in self._states]
         ranges = [(spec, low, high) for spec in self._windows for low, high in spec.kind.required(cut, spec.hash_unit)]
         return [Wanted(spec.group, low, high) for spec, low, high in ranges]
 
@@ -138,38 +172,12 @@ class Emission:
         ends = [(spec.group, progress.computed // spec.hash_unit) for spec in self._full]
         return [Wanted(group, progress.emitted[group], end) for group, end in ends]
 
-    def _leaving(self, spec: GroupSpec, computed: int) -> list[Wanted]:
-        """Units that a resumption here would need, but the next step does not."""
-        live = spec.kind.live(computed, spec.hash_unit)
-        kept_from = live[-1][0] if live else ceil_div(computed, spec.hash_unit)
-        tail = [(low, min(high, kept_from)) for _, low, high in self._tail(spec, computed) if low < kept_from]
-        # A chunk that ends here goes as a whole; a prompt that ends just here is too rare to store all chunks for.
-        return [Wanted(spec.group, low, high) for low, high in tail if high - low <= LAST_CALL_UNITS]
-
-    def _tail(self, spec: GroupSpec, end: int) -> list[Wanted]:
-        """What the cuts at ``end`` require: the prompt alone computes its last token again, so there are two."""
-        merged: list[tuple[int, int]] = []
-        for low, high in sorted(self._required(spec, end - 1) + self._required(spec, end)):
-            if merged and low <= merged[-1][1]:
-                merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
-            elif low < high:
-                merged.append((low, high))
-        return [Wanted(spec.group, low, high) for low, high in merged]
-
-    def _required(self, spec: GroupSpec, tokens: int) -> list[Range]:
-        granularity = self._layout.granularity
-        return list(spec.kind.required(tokens // granularity * granularity, spec.hash_unit))
-
-    def _checkpoint(self, spec: GroupSpec, tokens: int) -> Wanted:
-        last = tokens // spec.hash_unit
-        return Wanted(spec.group, max(0, last - 1), last)
-
     def _note_states(self, request_id: RequestId, progress: _Progress) -> None:
         if not self._states:
             return
         for state in self._context.boundary_states():
             if state.request_id == request_id:
-                progress.states.append(self._checkpoint(self._layout.groups[state.group], state.tokens))
+                progress.states.append(self._cuts.checkpoint(self._layout.groups[state.group], state.tokens))
 
     # Orders.
 

@@ -142,11 +142,11 @@ class MooncakeMover(StoreMover):
     def _move(self, records: Records, kind: JobKind, moves: Sequence[Move]) -> Sequence[bool]:
         """Stores what is not known to be there: pages of shared prefixes are emitted by every request that has them."""
         names = [record_name(move.key) for move in moves]
-        known = [kind is JobKind.STORE and self._client.knows(name) for name in names]
+        known = [kind is JobKind.STORE and name in self._client.known for name in names]
         new = [move for move, skip in zip(moves, known, strict=True) if not skip]
         answers = iter(super()._move(records, kind, new) if new else ())
         good = [True if skip else next(answers) for skip in known]
-        self._client.note([name for name, there in zip(names, good, strict=True) if there])
+        self._client.known.note([name for name, there in zip(names, good, strict=True) if there])
         return good
 
     def _check(self, batch: Sequence[Record], found: Sequence[bool]) -> Sequence[bool]:

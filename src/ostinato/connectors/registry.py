@@ -23,6 +23,7 @@ BUILT_IN: Final[Mapping[str, str]] = MappingProxyType(
     {
         "host": "ostinato.connectors.host:make_connector",
         "disk": "ostinato.connectors.disk.connector:make_connector",
+        "faulty": "ostinato.connectors.faulty:make_connector",
         "redis": "ostinato.connectors.redis:make_connector",
         "rediss": "ostinato.connectors.redis:make_connector",
         "redis+unix": "ostinato.connectors.redis:make_connector",

@@ -19,10 +19,11 @@ from ostinato.connectors.record import RecordIdentity
 from ostinato.connectors.registry import parse_bytes
 from ostinato.connectors.tiers import make_tiers
 from ostinato.engine.binding import bind_connectors
-from ostinato.engine.loop import Engine, Limits
+from ostinato.engine.intake import Limits
+from ostinato.engine.loop import Engine
 from ostinato.engine.startup import StartupReport, TierRow, group_rows
 from ostinato.engine.text import AddedToken, Vocabulary
-from ostinato.errors import CapacityError, ConfigError
+from ostinato.errors import CapacityError, ConfigError, RequestError
 from ostinato.hierarchy.hierarchy import CacheHierarchy
 from ostinato.hierarchy.tiers import Core, CoreConfig, OwnedTier, StoreMode
 from ostinato.ids import DEVICE, TierId
@@ -79,7 +80,7 @@ def build_engine(
         worker,
         Vocabulary(runtime.tokenizer or NoTokenizer()),
         eos_token_ids(runtime),
-        Limits(max_model_len, pages, layout.page_bytes),
+        Limits(max_model_len, pages, layout.page_bytes, vocabulary_size(runtime)),
         on_step=hierarchy.audit if config.check_invariants else None,
     )
     return BuiltEngine(engine, hierarchy, worker, tiers, _report(runtime, config, core, max_model_len))
@@ -165,6 +166,9 @@ def _report(runtime: Runtime, config: EngineConfig, core: Core, max_model_len: i
     off = []
     if not config.enable_prefix_caching:
         off.append("prefix caching: enable_prefix_caching is false")
+    elif max_model_len <= core.layout.granularity:
+        shortest = core.layout.granularity + 1
+        off.append(f"prefix caching: a prompt must have {shortest} tokens to be reused, max_model_len is {max_model_len}")
     if not core.lower and not core.asked and config.enable_prefix_caching:
         off.append("lower tiers: none given; evicted blocks are computed again (try --kv host:4GiB)")
     return StartupReport(
@@ -176,6 +180,12 @@ def _report(runtime: Runtime, config: EngineConfig, core: Core, max_model_len: i
         tuple(tiers),
         tuple(off),
     )
+
+
+def vocabulary_size(runtime: Runtime) -> int:
+    """Token ids of the model are below this."""
+    size: int = runtime.prepared.model.config.get_text_config(decoder=True).vocab_size
+    return size
 
 
 def eos_token_ids(runtime: Runtime) -> frozenset[int]:
@@ -200,3 +210,6 @@ class NoTokenizer:
 
     def convert_ids_to_tokens(self, ids: int) -> str:  # noqa: ARG002
         return ""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:  # noqa: ARG002
+        raise RequestError("this model has no tokenizer: give bad_words_ids instead of bad_words")

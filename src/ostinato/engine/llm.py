@@ -18,8 +18,8 @@ from typing import Any, Final, TypeAlias
 from ostinato.config import EngineConfig
 from ostinato.connectors.hooks import close_all
 from ostinato.connectors.tiers import make_tiers
-from ostinato.engine.build import BuiltEngine, build_engine, device_bytes
-from ostinato.engine.loop import Prompt
+from ostinato.engine.build import BuiltEngine, build_engine, device_bytes, vocabulary_size
+from ostinato.engine.live import Prompt
 from ostinato.engine.outputs import RequestOutput
 from ostinato.engine.startup import StartupReport
 from ostinato.errors import ConfigError, RequestError
@@ -167,7 +167,7 @@ class LLM:
         return ids
 
     def _checked_ids(self, ids: Sequence[Any]) -> list[int]:
-        size: int = self.runtime.prepared.model.config.get_text_config(decoder=True).vocab_size
+        size = vocabulary_size(self.runtime)
         checked = []
         for token in ids:
             number = -1 if isinstance(token, bool) or not hasattr(token, "__index__") else operator.index(token)

@@ -1,27 +1,30 @@
 """The engine's loop: requests in, one step at a time, finished outputs out.
 
-Owns: a request's text, times and end.  Does not own: scheduling (``scheduler``), computing (the worker), wiring
-(``build``).  Thread: one; nothing here blocks, except a step in which there is nothing to do but wait for a transfer.
+Owns: which requests are alive, and the order of calls in a step.  Does not own: a request's tokens and text (``live``),
+what is refused (``intake``), scheduling (``scheduler``), computing (the worker), wiring (``build``).  Thread: one;
+nothing here blocks, except a step in which there is nothing to do but wait for a transfer.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Final, Protocol
 
-from ostinato.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from ostinato.engine.intake import Limits, resolved
+from ostinato.engine.live import Completion, Listener, LiveRequest, Prompt, completion_id
+from ostinato.engine.outputs import RequestOutput
 from ostinato.engine.text import OutputText, Vocabulary
-from ostinato.errors import CapacityError, OstinatoError, PromptTooLongError, RequestError
+from ostinato.errors import CapacityError, OstinatoError, RequestError
 from ostinato.ids import RequestId
 from ostinato.sampling_params import SamplingParams
 from ostinato.scheduler.plan import StepPlan, StepResult
 from ostinato.scheduler.request import Request
 from ostinato.scheduler.scheduler import Scheduler
 from ostinato.transfer.job import JobState
+
+__all__ = ["Engine", "Executor", "Limits", "Prompt"]
 
 log: Final = logging.getLogger(__name__)
 
@@ -37,37 +40,6 @@ class Executor(Protocol):
     def wait(self, timeout: float) -> bool: ...
 
     def close(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt's text (None when it came as ids) and token ids."""
-
-    text: str | None
-    token_ids: Sequence[int]
-
-
-@dataclass(slots=True, eq=False)
-class _Live:
-    """A request's other half: what the scheduler need not know."""
-
-    request: Request
-    prompt: Prompt
-    text: OutputText
-    arrival: float
-    first_token: float = 0.0
-    digest: hashlib._Hash | None = None
-    stop_reason: str | int | None = None
-    tokens: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a request may be.  ``max_pages`` of ``page_bytes`` bytes are the device pool."""
-
-    max_model_len: int
-    max_pages: int
-    page_bytes: int
 
 
 class Engine:
@@ -88,7 +60,9 @@ class Engine:
         self._vocabulary = vocabulary
         self._eos = eos_token_ids
         self._on_step = on_step
-        self._live: dict[RequestId, _Live] = {}
+        self._live: dict[str, LiveRequest] = {}
+        self._completions: dict[RequestId, tuple[LiveRequest, Completion]] = {}
+        """By the scheduler's names: all that have not ended, those held back included."""
         self._arrivals = 0
         self._unusable = ""
 
@@ -107,23 +81,52 @@ class Engine:
     ) -> None:
         """Hand in a request; raises RequestError when it could never be served."""
         self._check_usable()
-        if request_id in self._live:
+        names = [completion_id(request_id, index, sampling.n) for index in range(sampling.n)]
+        if request_id in self._live or any(name in self._completions for name in names):
             raise RequestError(f"request id {request_id!r} is in use; choose another")
-        room = self._check(prompt, sampling)
-        self._arrivals += 1
-        request = Request(RequestId(request_id), list(prompt.token_ids), sampling, self._arrivals, priority, salt)
-        text = OutputText(self._vocabulary, sampling, self._eos, prompt.token_ids, max_tokens=room)
-        live = _Live(request, prompt, text, time.perf_counter() if arrival is None else arrival)
-        live.digest = hashlib.sha256() if sampling.logits_digest else None
-        self.scheduler.add(request)
-        self._live[request.request_id] = live
+        layout, step_tokens = self.scheduler.cache.core.layout, self.scheduler.config.max_tokens_per_step
+        room = self.limits.room(len(prompt.token_ids), sampling, layout, step_tokens)
+        full = resolved(sampling, self._vocabulary, self._eos, self.limits.vocabulary)
+        live = LiveRequest(
+            request_id, prompt, sampling, self._vocabulary, time.perf_counter() if arrival is None else arrival
+        )
+        for index, name in enumerate(names):
+            self._arrivals += 1
+            tokens = list(prompt.token_ids)
+            request = Request(name, tokens, full.completion(index), self._arrivals, priority, salt)
+            text = OutputText(self._vocabulary, sampling, self._eos, prompt.token_ids, max_tokens=room)
+            live.completions.append(Completion.of(index, request, text))
+        self.scheduler.add(live.completions[0].request)
+        live.held_back = live.completions[1:]
+        self._live[request_id] = live
+        self._completions.update((one.request.request_id, (live, one)) for one in live.completions)
+
+    def watch(self, request_id: str, listener: Listener) -> None:
+        """Call ``listener`` with everything that is added to a live request, on the engine's thread, within the step.
+
+        To hear of all of it, watch before the next step.  The finished request is returned by :meth:`step` all the
+        same, after its last delta.
+        """
+        if request_id not in self._live:
+            raise RequestError(f"there is no request {request_id!r} to watch")
+        self._live[request_id].listener = listener
 
     def abort(self, request_id: str) -> bool:
-        """Forget a request in whatever phase it is; False when there is none of that id."""
-        if self._live.pop(RequestId(request_id), None) is None:
+        """Forget a request in whatever phase it is; False when there is none of that id.
+
+        The scheduler's name of one of several completions stands for the whole request.
+        """
+        live = self._live.get(request_id)
+        if live is None:
+            live, _ = self._completions.get(RequestId(request_id), (None, None))
+        if live is None:
             return False
+        del self._live[live.request_id]
+        for completion in live.completions:
+            self._completions.pop(completion.request.request_id, None)
         if not self._unusable:  # else nobody knows what the scheduler was doing with it
-            self.scheduler.finish(RequestId(request_id))
+            for completion in live.unfinished:
+                self.scheduler.finish(completion.request.request_id)
         return True
 
     def step(self) -> list[RequestOutput]:
@@ -163,55 +166,40 @@ class Engine:
     def _transfers_open(self) -> bool:
         return any(job.state is not JobState.IN_DOUBT for job in self.scheduler.cache.core.book)
 
-    def _check(self, prompt: Prompt, sampling: SamplingParams) -> int:
-        """Tokens that the request may generate."""
-        length, limits = len(prompt.token_ids), self.limits
-        if not length:
-            raise RequestError("the prompt is empty: give at least one token")
-        if length >= limits.max_model_len:
-            raise PromptTooLongError(
-                f"the prompt has {length} tokens, but max_model_len is {limits.max_model_len} including the answer"
-            )
-        room = min(sampling.max_tokens, limits.max_model_len - length)
-        layout = self.scheduler.cache.core.layout
-        pages = layout.peak_pages(length + room, self.scheduler.config.max_tokens_per_step)
-        if pages > limits.max_pages:
-            mebibytes = limits.page_bytes / 2**20
-            raise PromptTooLongError(
-                f"the prompt's {length} tokens and {room} of output need {pages} device pages "
-                f"({pages * mebibytes:.1f} MiB), but the pool has {limits.max_pages} "
-                f"({limits.max_pages * mebibytes:.1f} MiB); raise kv_cache_memory or shorten the request"
-            )
-        return room
-
     def _apply(self, result: StepResult) -> list[RequestOutput]:
-        tokens = self.scheduler.apply(result)
-        digests = {sampled.request_id: sampled.digest for sampled in result.sampled}
+        alive = {name for name, _ in self.scheduler.apply(result)}
         now = time.perf_counter()
-        outputs = [self._take(self._live[name], token, digests[name], now) for name, token in tokens]
+        for part in result.prompts:
+            if part.request_id in self._completions:
+                self._completions[part.request_id][0].score(part)
+        outputs = []
+        for sampled in result.sampled:
+            if sampled.request_id in alive:
+                live, completion = self._completions[sampled.request_id]
+                live.push(completion, sampled, now)
+                outputs.append(self._advance(live, completion, now))
         return [output for output in outputs if output is not None]
 
-    def _take(self, live: _Live, token: int, digest: bytes, now: float) -> RequestOutput | None:
-        """Append a token; the output when it was the last."""
-        if not live.tokens:
-            live.first_token = now
-        live.tokens.append(token)
-        if live.digest is not None:
-            live.digest.update(digest)
-        step = live.text.push(token)
-        live.stop_reason = step.stop_reason
-        if step.finish_reason is None:
+    def _advance(self, live: LiveRequest, completion: Completion, now: float) -> RequestOutput | None:
+        """After a token: others may start, this one may have ended; the output when it was the last."""
+        for other in live.held_back:
+            self.scheduler.add(other.request)
+        live.held_back = []
+        if completion.text.finish_reason is None:
             return None
-        del self._live[live.request.request_id]
-        self.scheduler.finish(live.request.request_id)
-        output = _output(live, now)
+        del self._completions[completion.request.request_id]
+        self.scheduler.finish(completion.request.request_id)
+        if not live.finished:
+            return None
+        del self._live[live.request_id]
+        output = live.output(now)
         log.info(
             "%s finished (%s): %d prompt tokens, reused %s, %d generated, first token after %.0f ms, %d preemptions",
             output.request_id,
-            step.finish_reason,
+            completion.text.finish_reason,
             len(output.prompt_token_ids),
             output.cached_by_tier or "none",
-            len(live.tokens),
+            sum(len(one.tokens) for one in live.completions),
             output.metrics.ttft_s * 1e3,
             output.metrics.preemptions,
         )
@@ -226,24 +214,3 @@ class Engine:
                 "although nothing else is running; a tier holds blocks in doubt"
             )
         self.executor.wait(IDLE_WAIT_S)
-
-
-def _output(live: _Live, now: float) -> RequestOutput:
-    hit = live.request.hit
-    assert hit is not None, "a request that sampled has started"
-    completion = CompletionOutput(
-        0, live.text.text, tuple(live.tokens), live.text.finish_reason, stop_reason=live.stop_reason
-    )
-    metrics = RequestMetrics(live.first_token - live.arrival, now - live.arrival, live.request.preemptions)
-    return RequestOutput(
-        live.request.request_id,
-        live.prompt.text,
-        tuple(live.prompt.token_ids),
-        (completion,),
-        metrics,
-        cached_tokens=hit.tokens,
-        cached_by_tier={str(tier): count for tier, count in hit.by_tier},
-        blocks_by_group=hit.pages_by_group,
-        bytes_loaded=hit.bytes_loaded,
-        logits_sha256=live.digest.hexdigest() if live.digest is not None else "",
-    )

@@ -16,6 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol
 
+from ostinato.errors import SamplingError
 from ostinato.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length"]
@@ -45,6 +46,8 @@ class FastTokenizer(Protocol):
 
     def convert_ids_to_tokens(self, ids: int) -> Any: ...
 
+    def encode(self, text: str, add_special_tokens: bool = True) -> Any: ...
+
 
 class Vocabulary:
     """A tokenizer seen as needed here: which ids are special or single bytes.  Make one per tokenizer and share it."""
@@ -56,6 +59,15 @@ class Vocabulary:
     def decode(self, ids: list[int]) -> str:
         """The text of ``ids``, special tokens included."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
+    def spellings(self, word: str) -> list[tuple[int, ...]]:
+        """Token ids of ``word`` at the beginning of a text and after a space, as far as only the first one differs."""
+        word = word.lstrip()
+        plain, spaced = (tuple(self._tokenizer.encode(text, add_special_tokens=False)) for text in (word, f" {word}"))
+        if not word or not plain:
+            raise SamplingError("bad_words must be words: this tokenizer makes no token of one of them")
+        # As in vLLM: with another number of tokens, the word in the middle of a text is not this word after a space.
+        return [plain, spaced] if len(spaced) == len(plain) and spaced[0] != plain[0] else [plain]
 
     def byte(self, token_id: int) -> bytes | None:
         """The byte of a byte-fallback token; None for any other token."""
@@ -152,6 +164,11 @@ class _StopString:
         self.matched += character == self.text[self.matched]
         return self.matched == len(self.text)
 
+    def pass_by(self) -> None:
+        """If the whole string has just been seen, go on as if it did not count."""
+        if self.matched == len(self.text):
+            self.matched = self._fallback[-1]
+
 
 class StopStrings:
     """Passes text through up to the stop string that is completed first, holding back what may become part of one."""
@@ -163,8 +180,11 @@ class StopStrings:
         self._held = ""
         self.found: str | None = None
 
-    def push(self, text: str) -> str:
-        """The part of the text so far that is now certain; after a stop was ``found``, push no more."""
+    def push(self, text: str, armed: bool = True) -> str:
+        """The part of the text so far that is now certain; after a stop was ``found``, push no more.
+
+        Not ``armed``: a stop string that ``text`` completes is ordinary text, one that it begins may still count.
+        """
         assert self.found is None
         if not self._stops:
             return text
@@ -172,7 +192,10 @@ class StopStrings:
         self._held += text
         for i, character in enumerate(text, before + 1):
             done = [stop.text for stop in self._stops if stop.push(character)]
-            if done:
+            if done and not armed:
+                for stop in self._stops:
+                    stop.pass_by()
+            elif done:
                 self.found = done[0]
                 return self._take(i if self._include else i - len(done[0]))
         # An included stop string is given out anyway, so nothing need wait for it.
@@ -209,12 +232,14 @@ class OutputText:
         max_tokens: int | None = None,
     ) -> None:
         """``max_tokens`` replaces the request's own limit, for one that the context's end makes smaller."""
-        self._detokenizer = Detokenizer(vocabulary, params.skip_special_tokens, prompt_ids)
+        skip = params.skip_special_tokens
+        self._detokenizer = Detokenizer(vocabulary, skip, prompt_ids) if params.detokenize else None
         self._stops = StopStrings(params.stop_strings, params.include_stop_str_in_output)
         self._eos = frozenset(() if params.ignore_eos else eos_token_ids)
         self._stop_ids = frozenset(params.stop_ids)
         self._include_stop = params.include_stop_str_in_output
         self._room = params.max_tokens if max_tokens is None else max_tokens
+        self._unarmed = params.min_tokens
         self._parts: list[str] = []
         self.finish_reason: FinishReason | None = None
 
@@ -228,20 +253,23 @@ class OutputText:
         """Take the next token.  Not to be called once the output is finished."""
         assert self.finish_reason is None, self.finish_reason
         self._room -= 1
-        step = self._step(token_id)
+        step = self._step(token_id, armed=self._unarmed == 0)
+        self._unarmed = max(0, self._unarmed - 1)
         self.finish_reason = step.finish_reason
         if step.text:
             self._parts.append(step.text)
         return step
 
-    def _step(self, token_id: int) -> TextStep:
-        ends = token_id in self._eos or token_id in self._stop_ids
-        # The text of a token that ends the output is not part of it, unless asked for.
-        new = "" if ends and not self._include_stop else self._detokenizer.push(token_id)
+    def _step(self, token_id: int, armed: bool) -> TextStep:
+        """``armed``: ``min_tokens`` were generated before this one."""
+        ends = armed and (token_id in self._eos or token_id in self._stop_ids)
         last = ends or self._room <= 0
-        if last:
-            new += self._detokenizer.finish()
-        text = self._stops.push(new)
+        new = ""
+        if self._detokenizer is not None:
+            # The text of a token that ends the output is not part of it, unless asked for.
+            new = "" if ends and not self._include_stop else self._detokenizer.push(token_id)
+            new += self._detokenizer.finish() if last else ""
+        text = self._stops.push(new, armed)
         if self._stops.found is not None:
             return TextStep(text, "stop", self._stops.found)
         if not last:

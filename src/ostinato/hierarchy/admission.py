@@ -76,7 +76,7 @@ class Admitter:
         core = self._core
         between_pages = math.lcm(*(spec.page_tokens for spec in core.layout.groups))
         # The last token is always computed: its logits are what the request is for.
-        cap = len(request.tokens) - 1 if core.config.reuse else 0
+        cap = len(request.tokens) - 1 if core.config.reuse and request.reuse else 0
         for limit in (cap, cap // between_pages * between_pages, 0):
             plan = plan_admission(core.layout, presence.plan(limit))
             needs = self._needs(request, plan)
@@ -203,7 +203,7 @@ class Admitter:
 
         The next prompt that parts there finds a checkpoint.
         """
-        reach = presence.reach(len(request.tokens) - 1 if self._core.config.reuse else 0)
+        reach = presence.reach(len(request.tokens) - 1 if self._core.config.reuse and request.reuse else 0)
         request.junctions = {reach} if reach > hit else set()
 
     def _park(self, request: Residency, jobs: set[JobId], deadline: float) -> Parked:

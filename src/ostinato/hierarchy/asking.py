@@ -35,7 +35,7 @@ class Asker:
             asked = {tier: probe for tier, probe in core.asked.items() if tier not in request.denied}
             answers = {tier: request.answers.setdefault(tier, {}) for tier in asked}
             presence = Presence(core.directory, core.layout, request.chain, tiers, answers)
-            unknown = presence.unknown(cap) if asked and core.config.reuse else []
+            unknown = presence.unknown(cap) if asked and core.config.reuse and request.reuse else []
             silent = set()
             for tier, probe in asked.items():
                 keys = [key for key in unknown if key not in answers[tier]]

@@ -73,6 +73,11 @@ def lasting_cuts(layout: CacheLayout, start: int, stop: int) -> list[int]:
 
 
 def prompt_cuts(request: Residency, granularity: int) -> Sequence[int]:
-    """The cuts at which the same prompt resumes, alone (its last token is always computed) and continued."""
-    ends = (request.prompt_tokens - 1, request.prompt_tokens)
-    return sorted({end // granularity * granularity for end in ends} - {0})
+    """The cuts at which the same prompt resumes.
+
+    Alone (its last token is always computed), continued, and with another end: a chat's next turn often replaces the
+    last few tokens, those that open the answer.
+    """
+    tokens = request.prompt_tokens
+    ends = (tokens - granularity // 2, tokens - 1, tokens)
+    return sorted({max(0, end) // granularity * granularity for end in ends} - {0})

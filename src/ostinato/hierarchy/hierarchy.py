@@ -57,11 +57,14 @@ class CacheHierarchy:
 
     # One request.
 
-    def open(self, request_id: RequestId, tokens: Sequence[int], salt: str = "") -> None:
-        """Begin to know a request.  ``tokens`` is read again on every call: the caller appends what it samples."""
+    def open(self, request_id: RequestId, tokens: Sequence[int], salt: str = "", reuse: bool = True) -> None:
+        """Begin to know a request.  ``tokens`` is read again on every call: the caller appends what it samples.
+
+        Without ``reuse`` it is computed from its first token on; what it computes is kept for others all the same.
+        """
         assert request_id not in self.requests, f"{request_id} is open already"
         chain = KeyChain(self._seed(salt), self.core.layout.base_unit)
-        self.requests[request_id] = Residency(request_id, tokens, len(tokens), chain)
+        self.requests[request_id] = Residency(request_id, tokens, len(tokens), chain, reuse)
 
     def admit(self, request_id: RequestId) -> Admission:
         request = self.requests[request_id]

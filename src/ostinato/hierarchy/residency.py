@@ -69,7 +69,8 @@ class Woken:
 class Residency:
     """One request.  ``tokens`` is the scheduler's own list, which grows as tokens are sampled.
 
-    ``computed``: tokens whose KV is in the table.  ``committed[g]``: units of group ``g`` that were published.
+    ``reuse``: whether it may begin with what others computed.  ``computed``: tokens whose KV is in the table.
+    ``committed[g]``: units of group ``g`` that were published.
     ``boundaries_at``: cuts already marked.  ``junctions``: cuts that attention could resume at and state could not.
     ``denied``: tiers that failed this request.  ``state``: what the next plan tells of its recurrent state.
     """
@@ -78,6 +79,7 @@ class Residency:
     tokens: Sequence[int]
     prompt_tokens: int
     chain: KeyChain
+    reuse: bool = True
     table: BlockTable | None = None
     computed: int = 0
     committed: list[int] = field(default_factory=list)

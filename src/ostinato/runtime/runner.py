@@ -1,11 +1,12 @@
 """The compute half of a step: from a plan's sequences to sampled tokens.
 
 Owns: the worker's tables (per sequence and group, the blocks appended so far), packing a ragged batch, the forward
-pass, sampling, logits digests.  Does not own: pages, transfers (``worker``), the model's arithmetic.  Recurrent state
-has no table: each plan says where a sequence's state lies.
+pass, sampling, log-probabilities, logits digests.  Does not own: pages, transfers (``worker``), the model's arithmetic.
+Recurrent state has no table: each plan says where a sequence's state lies.
 
 One batch per step: the new tokens of all sequences, prefill chunks and decodes alike, in one row of ``T`` tokens with
-explicit positions.  The head runs only over the last rows of sequences that sample.
+explicit positions.  The head runs only over the last rows of sequences that sample, and over rows of prompts whose
+log-probabilities are wanted.
 
 Invariant: a row's result depends on its sequence alone, up to the runtime's promise (``selfcheck``); the batch is
 padded to the row rule of the linear kernels for that (``linear.RowRule``).  Thread: the worker's.
@@ -14,7 +15,6 @@ padded to the row rule of the linear kernels for that (``linear.RowRule``).  Thr
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,11 +30,13 @@ from ostinato.runtime.context import ACTIVE, BlockRow, ForwardContext, Span, bui
 from ostinato.runtime.geometry import ModelSpecs
 from ostinato.runtime.latent import LatentWeights
 from ostinato.runtime.linear import LinearPlan
+from ostinato.runtime.logprobs import token_logprobs
 from ostinato.runtime.paged_cache import PagedCache
+from ostinato.runtime.penalties import History
 from ostinato.runtime.sampler import Sampler, SampleRow, request_seed
 from ostinato.runtime.scans.base import ScanBackend
 from ostinato.sampling_params import SamplingParams
-from ostinato.scheduler.plan import SampledToken, SequencePlan, StepPlan
+from ostinato.scheduler.plan import PromptLogprobs, SampledToken, SequencePlan, StepPlan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,6 +61,15 @@ class _Sequence:
     rows: tuple[BlockRow, ...]
     params: SamplingParams | None
     seed: int
+    history: History
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What a step's sequences gave: sampled tokens in the order of the plan, and scored parts of prompts."""
+
+    sampled: tuple[SampledToken, ...] = ()
+    prompts: tuple[PromptLogprobs, ...] = ()
 
 
 class ModelRunner:
@@ -78,33 +89,76 @@ class ModelRunner:
         """Sequences whose tables are kept."""
         return len(self._sequences)
 
-    def run(self, plan: StepPlan) -> tuple[SampledToken, ...]:
-        """Compute the plan's sequences; the sampled tokens, in their order."""
-        logits = self.logits(plan)
-        if logits is None:
-            return ()
-        chosen = [sequence for sequence in plan.sequences if sequence.sample]
-        tokens = self._sampler.sample(logits, [self._sample_row(sequence) for sequence in chosen])
-        return tuple(
-            SampledToken(sequence.request_id, token, self._digest(sequence, row))
-            for sequence, token, row in zip(chosen, tokens, logits, strict=True)
-        )
+    def run(self, plan: StepPlan) -> Computed:
+        """Compute the plan's sequences."""
+        rows = self._rows(plan)
+        if rows is None:
+            return Computed()
+        counts = [len(sequence.targets) + sequence.sample for sequence in plan.sequences]
+        pairs = list(zip(plan.sequences, torch.split(rows, counts), strict=True))
+        chosen = [(sequence, part[-1]) for sequence, part in pairs if sequence.sample]
+        prompts = tuple(self._score(sequence, part) for sequence, part in pairs if sequence.targets)
+        return Computed(self._sample(rows, chosen), prompts)
 
-    def logits(self, plan: StepPlan) -> torch.Tensor | None:
-        """Bring tables up to date and run the model: one row [V] per sampling sequence, or None when there is none."""
+    def logits(self, plan: StepPlan, every: bool = False) -> torch.Tensor | None:
+        """Bring tables up to date and run the model: one row [V] per sampling sequence, or None when there is none.
+
+        ``every``: a row for each token of the step instead.
+        """
+        assert not any(sequence.targets for sequence in plan.sequences), "these rows are for run() alone"
+        return self._rows(plan, every)
+
+    def _rows(self, plan: StepPlan, every: bool = False) -> torch.Tensor | None:
+        """Logits [R, V]: of each sequence in turn, the rows before its targets, then its last row when it samples."""
         for request_id in plan.finished:
             self._sequences.pop(request_id, None)
         if not plan.sequences:
             return None
         spans = [self._extend(sequence) for sequence in plan.sequences]
-        ends = itertools.accumulate(span.count for span in spans)
-        last = [end - 1 for end, sequence in zip(ends, plan.sequences, strict=True) if sequence.sample]
+        wanted: list[int] = []
+        begin = 0
+        for sequence, span in zip(plan.sequences, spans, strict=True):
+            wanted += range(begin, begin + (span.count if every else len(sequence.targets)))
+            begin += span.count
+            wanted += [begin - 1] * (sequence.sample and not every)
         token = ACTIVE.set(self._context(spans))
         try:
             with torch.inference_mode():
-                return self._forward(plan.sequences, spans, last)
+                return self._forward(plan.sequences, spans, wanted)
         finally:
             ACTIVE.reset(token)
+
+    def _sample(
+        self, rows: torch.Tensor, chosen: Sequence[tuple[SequencePlan, torch.Tensor]]
+    ) -> tuple[SampledToken, ...]:
+        """``rows``: all that were computed; passed on as they are when each of them is sampled."""
+        if not chosen:
+            return ()
+        logits = rows if len(chosen) == len(rows) else torch.stack([row for _, row in chosen])
+        tokens = self._sampler.sample(logits, [self._sample_row(sequence) for sequence, _ in chosen])
+        return tuple(
+            self._sampled(sequence, token, row)
+            for (sequence, _), token, row in zip(chosen, tokens, logits, strict=True)
+        )
+
+    def _sampled(self, sequence: SequencePlan, token: int, logits: torch.Tensor) -> SampledToken:
+        known = self._sequences[sequence.request_id]
+        params = known.params
+        assert params is not None
+        if params.uses_past:
+            known.history.push(token)
+        digest = logits_digest(logits) if params.logits_digest else b""
+        logprobs = token_logprobs(logits, token, params.logprobs) if params.logprobs is not None else None
+        return SampledToken(sequence.request_id, token, digest, logprobs)
+
+    def _score(self, sequence: SequencePlan, rows: torch.Tensor) -> PromptLogprobs:
+        params = self._sequences[sequence.request_id].params
+        count = params.prompt_logprobs if params is not None else None
+        assert count is not None, f"request {sequence.request_id} did not ask for its prompt's log-probabilities"
+        # The sampled row, if there is one, comes behind.
+        scored = zip(sequence.targets, rows, strict=False)
+        tokens = tuple(token_logprobs(row, token, count) for token, row in scored)
+        return PromptLogprobs(sequence.request_id, sequence.start + 1, tokens)
 
     def _context(self, spans: Sequence[Span]) -> ForwardContext:
         prepared = self._prepared
@@ -134,12 +188,12 @@ class ModelRunner:
         params = sequence.sampling
         # A request that was preempted keeps its seed, so that its next token is the one it would have been.
         seed = known.seed if known is not None else 0 if params is None else request_seed(params)
-        new = _Sequence(tuple(BlockRow() for _ in self._groups), params, seed)
+        new = _Sequence(tuple(BlockRow() for _ in self._groups), params, seed, History.of(sequence.past))
         self._sequences[sequence.request_id] = new
         return new
 
     def _forward(
-        self, sequences: Sequence[SequencePlan], spans: Sequence[Span], last: list[int]
+        self, sequences: Sequence[SequencePlan], spans: Sequence[Span], wanted: list[int]
     ) -> torch.Tensor | None:
         plan = self._prepared.linears
         rows = plan.body.pad(sum(span.count for span in spans))
@@ -158,21 +212,17 @@ class ModelRunner:
         }
         if self._prepared.specs.takes_positions:
             inputs["position_ids"] = torch.from_numpy(positions)
-        if not last:
+        if not wanted:
             model.base_model(**inputs)
             return None
-        wanted = last + last[-1:] * (plan.head.pad(len(last)) - len(last))
-        logits: torch.Tensor = model(logits_to_keep=torch.tensor(wanted), **inputs).logits[0]
-        return logits[: len(last)]
+        padded = wanted + wanted[-1:] * (plan.head.pad(len(wanted)) - len(wanted))
+        logits: torch.Tensor = model(logits_to_keep=torch.tensor(padded), **inputs).logits[0]
+        return logits[: len(wanted)]
 
     def _sample_row(self, sequence: SequencePlan) -> SampleRow:
         known = self._sequences[sequence.request_id]
         assert known.params is not None, f"request {sequence.request_id} came without sampling parameters"
-        return SampleRow(known.params, known.seed, sequence.sampled_before)
-
-    def _digest(self, sequence: SequencePlan, logits: torch.Tensor) -> bytes:
-        params = self._sequences[sequence.request_id].params
-        return logits_digest(logits) if params is not None and params.logits_digest else b""
+        return SampleRow(known.params, known.seed, sequence.sampled_before, known.history)
 
 
 def logits_digest(logits: torch.Tensor) -> bytes:

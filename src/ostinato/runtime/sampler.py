@@ -1,7 +1,7 @@
 """From logits to token ids, without ever sorting the vocabulary.
 
-Owns: greedy choice, temperature, top-k, top-p and the random numbers behind them.  Does not own: the parameters
-(``sampling_params``), the logits, or when a request ends.
+Owns: greedy choice, temperature, min-p, top-k, top-p and the random numbers behind them.  Does not own: the parameters
+(``sampling_params``), masks and penalties (``penalties``), the logits, or when a request ends.
 
 Invariants: a row's token depends on that row's logits and its :class:`SampleRow` alone, never on its neighbours or on
 what was sampled before; so a preempted and recomputed request draws the same tokens.  Every tie is broken by the
@@ -17,11 +17,12 @@ import hashlib
 import math
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
 
+from ostinato.runtime.penalties import History, adjust, adjusts
 from ostinato.sampling_params import SamplingParams
 
 Argmax = Callable[[torch.Tensor], torch.Tensor]
@@ -38,11 +39,15 @@ _ARGMAX_BLOCK: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """How to sample one row: ``seed`` is the request's (see :func:`request_seed`), ``step`` its tokens so far."""
+    """How to sample one row: ``seed`` is the request's (see :func:`request_seed`), ``step`` its tokens so far.
+
+    ``history``: what penalties count; left empty for requests that have none.
+    """
 
     params: SamplingParams
     seed: int
     step: int
+    history: History = field(default_factory=History)
 
 
 def request_seed(params: SamplingParams) -> int:
@@ -91,30 +96,44 @@ class Sampler:
     def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
         """One token id per row of ``logits`` [R, V] (bf16, fp16 or fp32)."""
         assert logits.shape[0] == len(rows), (logits.shape, len(rows))
-        greedy = [i for i, row in enumerate(rows) if row.params.greedy]
-        tokens = [0] * len(rows)
-        if greedy:
-            chosen = logits if len(greedy) == len(rows) else logits[greedy]
-            for i, token in zip(greedy, self._argmax(chosen).tolist(), strict=True):
+        plain = [i for i, row in enumerate(rows) if row.params.greedy and not adjusts(row.params, row.step)]
+        tokens = [-1] * len(rows)
+        if plain:
+            chosen = logits if len(plain) == len(rows) else logits[plain]
+            for i, token in zip(plain, self._argmax(chosen).tolist(), strict=True):
                 tokens[i] = int(token)
         for i, row in enumerate(rows):
-            if not row.params.greedy:
-                tokens[i] = sample_row(logits[i], row)
+            if tokens[i] < 0:
+                tokens[i] = self._sample_one(logits[i], row)
         return tokens
+
+    def _sample_one(self, logits: torch.Tensor, row: SampleRow) -> int:
+        if adjusts(row.params, row.step):
+            logits = adjust(logits, row.params, row.step, row.history)
+        return int(self._argmax(logits[None])[0]) if row.params.greedy else sample_row(logits, row)
 
 
 def sample_row(logits: torch.Tensor, row: SampleRow) -> int:
-    """One random token id from ``logits`` [V]: top-k first, then top-p of what is left, as in vLLM."""
+    """One random token id from ``logits`` [V]: min-p, then top-k, then top-p of what is left, as in vLLM.
+
+    Masks and penalties are not applied here.
+    """
     params = row.params
     # A copy of its own on the CPU, so that memory layout and summation order are the same whatever the row came from.
     values = logits.to("cpu", torch.float32, copy=True)
     ids: torch.Tensor | None = None
-    if 0 < params.top_k < values.numel():
-        ids = top_ids(values, torch.ones(values.numel(), dtype=torch.float64), params.top_k)
+    if params.min_p > 0:
+        # The weight of the most probable token is 1, so this compares probabilities.
+        weights = values.sub(values.max()).div_(params.temperature).exp_()
+        ids = (weights >= params.min_p).nonzero().squeeze(1)
         values = values[ids]
+    if 0 < params.top_k < values.numel():
+        kept = top_ids(values, torch.ones(values.numel(), dtype=torch.float64), params.top_k)
+        ids = kept if ids is None else ids[kept]
+        values = values[kept]
     weights = values.sub(values.max()).div_(params.temperature).exp_()
     if params.top_p < 1:
-        kept = top_ids(values, weights.double(), params.top_p * float(_block_sums(weights).cumsum(0)[-1]))
+        kept = top_ids(values, weights.double(), params.top_p * float(block_sums(weights).cumsum(0)[-1]))
         ids = kept if ids is None else ids[kept]
         weights = weights[kept]
     place = _invert(weights, uniform(row.seed, row.step))
@@ -173,7 +192,7 @@ def _reaching_digit(digits: torch.Tensor, mass: torch.Tensor, goal: float) -> tu
     return _DIGITS - 1 - place, float(reached[place - 1]) if place else 0.0
 
 
-def _block_sums(weights: torch.Tensor) -> torch.Tensor:
+def block_sums(weights: torch.Tensor) -> torch.Tensor:
     """Sums of 512 neighbours each, summed in fp32 and given in fp64: [ceil(V / 512)]."""
     short = -weights.numel() % _SUM_BLOCK
     padded = torch.nn.functional.pad(weights, (0, short)) if short else weights
@@ -185,7 +204,7 @@ def _invert(weights: torch.Tensor, at: float) -> int:
 
     Two levels, block then token, so that the long running sum has 512 times fewer terms.
     """
-    totals = _block_sums(weights).cumsum(0)
+    totals = block_sums(weights).cumsum(0)
     target = at * float(totals[-1])
     block = min(int(torch.searchsorted(totals, target, right=True)), totals.numel() - 1)
     if block > 0:

@@ -77,9 +77,6 @@ def probe_specs(model: PreTrainedModel) -> ModelSpecs:
         _check_class(model)
         kinds = _kinds(model)
         attends = any(kind.kind is not None for kind in kinds)
-        if not model._supports_attention_backend and not any(kind.state for kind in kinds):
-            # Hybrid models never carry the flag; there the probe alone decides.
-            raise RefusalError("its attention does not go through transformers' attention interface")
         argument, takes_positions = _check_forward(model, attends)
         cache = _record(model, argument, takes_positions, len(kinds))
         geometry = _geometries(kinds, cache.records)
@@ -222,12 +219,15 @@ def _borrowed(layer: int, kind: _LayerKind, seen: Record, earlier: Sequence[Laye
 
 
 def _check_call(layer: int, seen: Record, window: int) -> None:
+    if not seen.attention_calls:
+        raise RefusalError("its attention does not go through transformers' attention interface")
     if seen.attention_calls != 1:
         raise RefusalError(
             f"layer {layer} calls the attention interface {seen.attention_calls} times per pass, not once"
         )
-    if seen.window is not None and seen.window != window:
-        raise RefusalError(f"layer {layer} attends over a window of {seen.window}, its config says {window}")
+    if (seen.window or 0) != window:
+        # A model that says nothing would attend over what its own mask shows, and masks are not built here.
+        raise RefusalError(f"layer {layer} attends over a window of {seen.window or 'nothing'}, its config says {window}")
 
 
 def _state(layer: int, kind: _LayerKind, seen: Record) -> StateGeometry | None:

@@ -81,9 +81,9 @@ class Worker:
         self._later.extend(plan.transfers)
         # An order may wait for the rows of a step: of an earlier one (done), or of this one (done after the forward).
         self._submit(finished=Step(plan.step - 1))
-        sampled = self._runner.run(plan)
+        computed = self._runner.run(plan)
         self._submit(finished=plan.step)
-        return StepResult(plan.step, sampled, self._collect())
+        return StepResult(plan.step, computed.sampled, self._collect(), computed.prompts)
 
     def close(self) -> None:
         """Close all movers, also when one of them raises."""

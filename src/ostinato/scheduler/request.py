@@ -16,6 +16,7 @@ from enum import Enum
 from ostinato.hierarchy.residency import HitReport
 from ostinato.ids import RequestId
 from ostinato.sampling_params import SamplingParams
+from ostinato.scheduler.plan import Past
 
 
 class Phase(Enum):
@@ -62,3 +63,17 @@ class Request:
     @property
     def sampled(self) -> int:
         return len(self.tokens) - self.prompt_tokens
+
+    def past(self) -> Past | None:
+        """What a worker that begins this request must know of its tokens; None when sampling needs none of it."""
+        if not self.sampling.uses_past:
+            return None
+        prompt = self.tokens[: self.prompt_tokens] if self.sampling.repetition_penalty != 1 else ()
+        return Past(tuple(sorted(set(prompt))), tuple(self.tokens[self.prompt_tokens :]))
+
+    def targets(self, stop: int) -> tuple[int, ...]:
+        """The prompt's tokens behind each of those computed up to ``stop``, when they are to be scored."""
+        # Whoever has sampled once has had the whole prompt scored.
+        if self.sampling.prompt_logprobs is None or self.sampled:
+            return ()
+        return tuple(self.tokens[self.computed + 1 : min(stop + 1, self.prompt_tokens)])

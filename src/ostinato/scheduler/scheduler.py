@@ -53,7 +53,9 @@ class Scheduler:
         self._starved_since: float | None = None
 
     def add(self, request: Request) -> None:
-        self.cache.open(request.request_id, request.tokens, request.salt)
+        # Of a reused prefix there are no logits, so a prompt that is to be scored is computed as a whole.
+        reuse = request.sampling.prompt_logprobs is None
+        self.cache.open(request.request_id, request.tokens, request.salt, reuse)
         self.requests[request.request_id] = request
         bisect.insort(self._waiting, request, key=self.config.policy.key)
 
@@ -177,6 +179,8 @@ class Scheduler:
             sampled_before=request.sampled,
             sampling=request.sampling if fresh else None,
             state=state,
+            past=request.past() if fresh else None,
+            targets=request.targets(stop),
         )
 
     def _hold(self, request: Request) -> None:

@@ -55,8 +55,15 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the most probable tokens of this mass.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Sample from this many most probable tokens; 0 is off.")] = 0,
+    min_p: Annotated[float, typer.Option(help="Least probability, as a share of the most probable token's.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens do not repeat so easily.")] = 1.0,
+    presence_penalty: Annotated[float, typer.Option(help="Off the logits of tokens that were generated.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="The same, for each time that they were.")] = 0.0,
+    n: Annotated[int, typer.Option("--n", "-n", help="Completions of each prompt.")] = 1,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop at this text; repeat it.")] = None,
+    min_tokens: Annotated[int, typer.Option(help="Do not end before so many tokens.")] = 0,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on to --max-tokens.")] = False,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
     kv: Tiers = None,
     kv_transfer_config: Annotated[str | None, typer.Option(help="More tiers, in vLLM's JSON.")] = None,
@@ -72,7 +79,19 @@ def generate(
     from ostinato.sampling_params import SamplingParams
 
     sampling = SamplingParams(
-        temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop, max_tokens=max_tokens
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        n=n,
+        seed=seed,
+        stop=stop,
+        min_tokens=min_tokens,
+        ignore_eos=ignore_eos,
+        max_tokens=max_tokens,
     )
     options: dict[str, Any] = {
         "dtype": dtype,
@@ -111,7 +130,8 @@ def _generate(model: str, prompts: list[str], sampling: Any, options: dict[str, 
             style="dim",
             highlight=False,
         )
-        print(f"{output.prompt}{output.outputs[0].text}")
+        for completion in output.outputs:
+            print(f"{output.prompt}{completion.text}")
 
 
 @app.command()
@@ -175,6 +195,21 @@ def survey(
     from ostinato.serve.survey import SurveyOptions, run_survey
 
     if not run_survey(SurveyOptions(page=page, only=only, json_path=json, check=check), _console()):
+        raise typer.Exit(1)
+
+
+@app.command()
+def conformance(
+    tier: Annotated[
+        list[str],
+        typer.Argument(help="A tier, such as host, disk or redis://127.0.0.1:6379; several are one engine's."),
+    ],
+    json: Annotated[bool, typer.Option("--json", help="Print the verdicts as JSON.")] = False,
+) -> None:
+    """Test whether a connector keeps its contract: on this CPU, without a model, with faults."""
+    from ostinato.serve.conformance import run_conformance
+
+    if not run_conformance(tier, json, _console(), _console(stderr=False)):
         raise typer.Exit(1)
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ostinato.connectors.disk.format import END, IDENTITY, MAX_FRAME_PUTS, NAME_BYTES, PUT, SLAB, Frame, Kind
 from ostinato.connectors.disk.index import Entry, Index
-from ostinato.connectors.disk.slabs import Slab, SlabClass
+from ostinato.connectors.disk.slabs import MAX_SLOTS, Slab, SlabClass
 from ostinato.connectors.record import RecordIdentity
 
 
@@ -39,6 +39,8 @@ class Catalog:
     classes: dict[int, SlabClass] = field(default_factory=dict)
     owners: dict[int, Owner] = field(default_factory=dict)
     next_slab: int = 0
+    now: int = 0xFFFFFFFF
+    """Uses later than this are taken for now: the clock was wrong."""
 
     def apply(self, frame: Frame) -> None:
         """Frames whose bodies make no sense are skipped: what they claim would not be believed anyway."""
@@ -53,7 +55,8 @@ class Catalog:
                         self.index.remove(entry)
             case Kind.SLAB if len(body) == SLAB.size:
                 number, slots, slot_bytes = SLAB.unpack(body)
-                if number not in self.slabs and slots and slot_bytes:
+                plausible = 0 < slots <= MAX_SLOTS and 0 < slot_bytes < 1 << 40
+                if number not in self.slabs and plausible:
                     self.add_slab(Slab(number, slot_bytes, slots))
             case Kind.DROP_SLAB if len(body) == SLAB.size:
                 slab = self.slabs.get(SLAB.unpack(body)[0])
@@ -106,7 +109,7 @@ class Catalog:
         yield Kind.END, END.pack(count, self.next_slab, 0)
 
     def _put(self, body: memoryview) -> None:
-        index, slabs = self.index, self.slabs
+        index, slabs, now = self.index, self.slabs, self.now
         for name, identity, number, slot, used, length, ordinal in PUT.iter_unpack(body):
             slab = slabs.get(number)
             if slab is None or slot >= slab.slots:
@@ -117,7 +120,7 @@ class Catalog:
             if not slab.used[slot]:
                 slab.used[slot] = 1
                 slab.free -= 1
-                index.add(Entry(name, identity, slab, slot, used, length, ordinal))
+                index.add(Entry(name, identity, slab, slot, min(used, now), length, ordinal))
 
 
 def put_bodies(entries: Iterable[Entry]) -> Iterator[tuple[bytes, int]]:

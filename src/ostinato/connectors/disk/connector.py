@@ -78,7 +78,7 @@ class DiskConnector(Connector):
             if self._folder.lock(LOCK_NAME):
                 self._store = self._open_writer(self._folder)
             else:
-                log.warning("another process writes %s: this one only reads it", options.path)
+                log.warning("%s is read only: another process writes it, or nobody may", options.path)
                 self._store = Follower(self._folder, options.direct)
                 self._following = _Following(self._follow)
         except FutureVersionError:

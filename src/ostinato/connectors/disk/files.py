@@ -68,7 +68,7 @@ class Folder(Protocol):
         """Return when files made, renamed and removed so far stay so after a loss of power."""
 
     def lock(self, name: str) -> bool:
-        """Become the folder's only writer; False when there is one.  Ends with :meth:`close` or the process."""
+        """Become the only writer; False when there is one, or may be none.  Ends with :meth:`close` or the process."""
 
     def close(self) -> None: ...
 
@@ -163,12 +163,17 @@ class OsFolder:
         os.fsync(self._fd)
 
     def lock(self, name: str) -> bool:
-        if self._lock < 0:
-            self._lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
         try:
+            if self._lock < 0:
+                flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+                self._lock = os.open(name, flags, 0o600, dir_fd=self._fd)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
+        except OSError as error:
+            if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+                return False  # it can be read at most
+            raise
         return True
 
     def close(self) -> None:

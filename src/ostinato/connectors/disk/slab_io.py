@@ -19,7 +19,7 @@ from ostinato.connectors.disk.files import Access, Buffer, File, Folder
 from ostinato.connectors.disk.format import TAIL_BYTES, FileName
 from ostinato.connectors.disk.slabs import Slab
 
-CHUNK_BYTES: Final = 2 << 20
+CHUNK_BYTES: Final = 1 << 20
 """Read or written per call: what was just read is still in the processor's cache when it is checked."""
 CHUNK_SLOTS: Final = 512
 
@@ -30,7 +30,7 @@ class SlabFiles:
     def __init__(self, folder: Folder, write: bool, direct: bool) -> None:
         self.direct = direct
         self._folder = folder
-        self._new = False
+        self._new = self._removed = False
         self._access = Access.WRITE if write else Access.READ
         self._files: dict[int, File] = {}
         self._lock = threading.Lock()
@@ -39,6 +39,9 @@ class SlabFiles:
     def create(self, slab: Slab) -> None:
         """Make a new slab's file, of its full size; :meth:`sync` makes it durable."""
         name = _name(slab)
+        if self._removed:  # or both could be there after a loss of power
+            self._folder.sync()
+            self._removed = False
         file = self._folder.open(name, Access.CREATE)
         self._new = True
         try:
@@ -52,6 +55,7 @@ class SlabFiles:
     def remove(self, slab: Slab) -> None:
         self.forget(slab)
         self._folder.remove(_name(slab))
+        self._removed = True
 
     def forget(self, slab: Slab) -> None:
         with self._lock:

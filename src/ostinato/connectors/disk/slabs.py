@@ -7,6 +7,10 @@ Owns: occupancy of slots, runs.  Does not own: files, what a slot holds (``index
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
+
+MAX_SLOTS: Final = 1 << 24
+"""Of one slab; an index that says more is not believed."""
 
 
 @dataclass(frozen=True, slots=True)

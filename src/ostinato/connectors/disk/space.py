@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import time
 from collections.abc import Iterable
 from typing import Final
 
@@ -17,10 +18,14 @@ from ostinato.connectors.disk.format import MAX_FRAME_PUTS, Kind, slot_bytes
 from ostinato.connectors.disk.index import Entry
 from ostinato.connectors.disk.journal import Journal, reserve_bytes
 from ostinato.connectors.disk.slab_io import SlabFiles
-from ostinato.connectors.disk.slabs import Run, Slab
+from ostinato.connectors.disk.slabs import MAX_SLOTS, Run, Slab
 from ostinato.errors import CapacityError
 
 log: Final = logging.getLogger(__name__)
+FULL_S: Final = 60.0
+"""For so long no slab is made after the disk was full."""
+MAX_STEALS: Final = 16
+"""Slabs given up for one allocation at most: on a full disk none of them may help."""
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -46,7 +51,7 @@ class Space:
         self._catalog = catalog
         self._journal = journal
         self._files = files
-        self._may_grow = True
+        self._full_until = 0.0
 
     def used(self) -> int:
         """Bytes that are spoken for."""
@@ -55,13 +60,17 @@ class Space:
     def allocate(self, size: int, count: int) -> list[Run]:
         """Runs of up to ``count`` slots of ``size`` bytes.  Raises OSError when the log cannot be written."""
         runs: list[Run] = []
-        missing = count
+        missing, steals = count, MAX_STEALS
         while missing:
             some = self._catalog.classes.get(size)
             taken = some.take(missing) if some is not None and some.free else []
             missing -= sum(run.count for run in taken)
             runs += taken
-            if missing and not (self._grow(size) or self._steal(size) or self._evict(size, missing)):
+            if not missing or self._grow(size):
+                continue
+            if steals and self._steal(size):
+                steals -= 1
+            elif not self._evict(size, missing):
                 break
         return runs
 
@@ -127,9 +136,9 @@ class Space:
             self._journal.append(kind, body)
 
     def _grow(self, size: int) -> bool:
-        if not self._may_grow:
+        if time.monotonic() < self._full_until:
             return False
-        slots = max(1, slab_size(self.budget) // size)
+        slots = max(1, min(MAX_SLOTS, slab_size(self.budget) // size))
         least = slots // 4 if size in self._catalog.classes else 1
         while self._catalog.slab_bytes() + slots * size + reserve_bytes(self._catalog.slots() + slots) > self.budget:
             slots //= 2
@@ -141,8 +150,9 @@ class Space:
         except OSError as error:
             if error.errno not in _FULL:
                 raise
-            self._may_grow = False
-            log.warning("the disk is full: the disk tier stays at %d MiB", self._catalog.slab_bytes() >> 20)
+            if not self._full_until:
+                log.warning("the disk is full: the disk tier stays at %d MiB", self._catalog.slab_bytes() >> 20)
+            self._full_until = time.monotonic() + FULL_S
             return False
         self._catalog.add_slab(slab)
         self._append(Kind.SLAB, slab_body(slab))
@@ -158,6 +168,7 @@ class Space:
         if own is not None and coldest.last_use >= own.used:
             return False
         self.give_up(coldest)
+        self._full_until = min(self._full_until, time.monotonic())  # there is room now
         return True
 
     def _evict(self, size: int, count: int) -> bool:

@@ -58,6 +58,7 @@ class DiskStore(RecordReader):
         self._wake = threading.Event()
         self._closing = False
         self._sync_thread: threading.Thread | None = None
+        self.catalog.now = self._tick()
         position = replay(folder, self.catalog)
         if not position.sound:
             log.warning("the index of the disk tier is damaged: it starts empty")

@@ -1,0 +1,272 @@
+"""A connector in a whole engine, but for the model: the real loop, scheduler and hierarchy over workers of bytes.
+
+Owns: building it, driving it in real time, the comparison of every answer with the right one.  Does not own: faults,
+what a check asks for.  The wiring is that of ``engine.build``, with pools that mark and poison their slots.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Final
+
+from ostinato.cache.directory import Directory
+from ostinato.cache.layout import CacheLayout
+from ostinato.cache.pool import Lease, SlotPool, SlotState
+from ostinato.conformance.kept import LiveSlot
+from ostinato.conformance.model import HYBRID, UNIT, make_prompt, right_answer
+from ostinato.conformance.verdict import Violation
+from ostinato.conformance.watch import Watch, WatchedConnector
+from ostinato.conformance.worker import FakeWorkers
+from ostinato.connectors.api import Connector, Ownership, Site
+from ostinato.connectors.faulty import Faults, FaultyConnector
+from ostinato.connectors.record import RecordIdentity
+from ostinato.engine.binding import bind_connectors
+from ostinato.engine.build import NoTokenizer
+from ostinato.engine.loop import Engine, Limits, Prompt
+from ostinato.engine.outputs import RequestOutput
+from ostinato.engine.text import Vocabulary
+from ostinato.hierarchy.hierarchy import CacheHierarchy
+from ostinato.hierarchy.tiers import Core, CoreConfig, OwnedTier, StoreMode
+from ostinato.ids import DEVICE, SlotId
+from ostinato.sampling_params import SamplingParams
+from ostinato.scheduler.scheduler import Scheduler, SchedulerConfig
+from ostinato.transfer.book import Book
+from ostinato.transfer.job import JobState
+
+PATIENCE_S: Final = 60.0
+"""How long a request or a transfer may take before it counts as lost."""
+IDLE_S: Final = 0.002
+STEP_TOKENS: Final = 64
+LOWER_SLOTS: Final = 160
+"""Pages of an owned tier that are used, however many it has: so few that it evicts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is tested.  ``make`` builds the tiers anew, on the same backing store; called several times.
+
+    ``spoil`` changes some bytes of every record in the store, ``lose`` removes some records; None = not known how.
+    """
+
+    name: str
+    make: Callable[[], Sequence[Connector]]
+    spoil: Callable[[], None] | None = None
+    lose: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """``namespace``: whose records they are; engines with the same one share them.  ``looks``: see ``Watch``."""
+
+    layout: CacheLayout = HYBRID
+    pages: int = 64
+    ranks: int = 1
+    faults: Faults | None = None
+    deadline_s: float = 20.0
+    namespace: bytes = field(default_factory=lambda: secrets.token_bytes(16))
+    looks: bool = False
+    max_running: int = 16
+
+
+class _Pool(SlotPool):
+    """Slots that are poisoned when taken."""
+
+    poison: Callable[[SlotId], None] = staticmethod(lambda _: None)
+
+    def take(self, count: int, owner: str) -> Lease | None:
+        lease = super().take(count, owner)
+        for slot in lease.slots if lease is not None else ():
+            self.poison(slot)
+        return lease
+
+
+class Bench:
+    """One engine.  A context manager; leaving it closes the connectors."""
+
+    def __init__(self, subject: Subject, setup: Setup) -> None:
+        self.setup = setup
+        self.closed = False
+        self._names = itertools.count()
+        self._right: dict[str, tuple[int, ...]] = {}
+        self.outputs: dict[str, RequestOutput] = {}
+        watched = [WatchedConnector(connector, setup.looks) for connector in subject.make()]
+        self.watches: tuple[Watch, ...] = tuple(connector.watch for connector in watched)
+        self.connectors: tuple[Connector, ...] = tuple(self._around(connector) for connector in watched)
+        self.inner: tuple[Connector, ...] = tuple(connector.inner for connector in watched)
+        self.parts: tuple[list[object], ...] = tuple(connector.parts for connector in watched)
+        try:
+            self._build()
+        except BaseException:
+            for connector in self.connectors:
+                connector.close()
+            raise
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            with suppress(Exception):  # what went wrong first is what counts
+                self.close()
+            return
+        self.close()
+        self.complain()
+
+    # Requests.
+
+    def add(self, prompt: Sequence[int], count: int = 1, salt: str = "") -> str:
+        name = f"request-{next(self._names)}"
+        sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        self.engine.add(name, Prompt(None, list(prompt)), sampling, 0, salt)
+        self._right[name] = right_answer(prompt, count, salt)
+        return name
+
+    def step(self) -> None:
+        for output in self.engine.step():
+            self.outputs[output.request_id] = output
+            right, given = self._right.pop(output.request_id), output.outputs[0].token_ids
+            if given != right:
+                raise Violation(f"{output.request_id} was answered with {given} instead of {right}")
+
+    def run(self, until: Callable[[], bool] | None = None) -> None:
+        """Step until ``until``, by default until every request is answered."""
+        end = time.monotonic() + PATIENCE_S
+        while not (until() if until is not None else not self.engine.has_work):
+            self.step()
+            if time.monotonic() > end:
+                raise Violation(
+                    f"no end after {PATIENCE_S:.0f} s: a mover owes a report, or a probe an answer\n{self._dump()}"
+                )
+
+    def serve(self, prompt: Sequence[int], count: int = 1, salt: str = "") -> RequestOutput:
+        """One request, and every transfer that it caused."""
+        name = self.add(prompt, count, salt)
+        self.run()
+        self.settle()
+        return self.outputs.pop(name)
+
+    def settle(self, in_doubt: bool = False) -> None:
+        """Let transfers end.  ``in_doubt``: but not wait for those that missed their deadline."""
+        end = time.monotonic() + PATIENCE_S
+        while any(not in_doubt or job.state is not JobState.IN_DOUBT for job in self.cache.core.book):
+            self.step()
+            self.workers.wait(IDLE_S)
+            if time.monotonic() > end:
+                raise Violation(
+                    f"orders are not reported after {PATIENCE_S:.0f} s: one report per order\n{self._dump()}"
+                )
+
+    def forget(self) -> None:
+        """Empty the device, once the tiers below have what they take."""
+        if any(tier.mode is StoreMode.LAZY for tier in self.cache.core.lower.values()):
+            self._press()
+        self.step()
+        self.settle(in_doubt=True)
+        self.cache.core.drop_idle(device_only=True)
+
+    def lower(self, output: RequestOutput) -> int:
+        """Tokens that were reused because of a tier below, once the device had forgotten everything."""
+        return output.cached_tokens if output.bytes_loaded else 0
+
+    # The end.
+
+    def check_quiet(self) -> None:
+        """Nothing is held or on its way."""
+        self.settle()
+        self.cache.audit()
+        for tier in (self.cache.core.device, *self.cache.core.lower.values()):
+            owners = sorted({lease.owner for lease in tier.pool.leases})
+            if owners:
+                raise Violation(f"no request is alive, but slots of {tier.tier} are still held: {', '.join(owners)}")
+            states = {tier.pool.state(SlotId(slot)) for slot in range(tier.pool.capacity)}
+            assert states <= {SlotState.FREE, SlotState.IDLE}, states
+
+    def close(self) -> float:
+        """Stop everything; seconds that it took."""
+        if self.closed:
+            return 0.0
+        self.closed = True
+        start = time.monotonic()
+        self.engine.close()
+        for connector in self.connectors:
+            connector.close()
+        took = time.monotonic() - start
+        for rank in self.workers.ranks:
+            rank.look()
+        return took
+
+    def complain(self) -> None:
+        """Raise what was noted on the way."""
+        for watch in self.watches:
+            watch.complain()
+            if watch.reports and not self.workers.notified:
+                raise Violation(f"tier {watch.tier}: notify() was never called: call it when a report is ready")
+
+    def _around(self, connector: WatchedConnector) -> Connector:
+        faults = self.setup.faults
+        return connector if faults is None else FaultyConnector(connector, faults)
+
+    def _press(self) -> None:
+        """Other prompts, until the device has evicted as much as it holds: only then a lazy tier gets anything."""
+        retention = self.cache.core.device.retention
+        end = retention.evictions + self.setup.pages
+        for _ in range(self.setup.pages):
+            self.add(make_prompt(8 * UNIT, secrets.token_hex()))
+            self.run()
+            if retention.evictions >= end:
+                return
+
+    def _build(self) -> None:
+        setup, layout = self.setup, self.setup.layout
+        identity = RecordIdentity(layout.fingerprint(), hashlib.sha256(setup.namespace).digest())
+        for connector in self.connectors:
+            connector.open(Site(layout, identity, setup.ranks))
+        owned = [each for each in self.connectors if each.capabilities.ownership is Ownership.OWNED]
+        # A store has one record for each key: only the memory of a rank itself can hold that rank's own share.
+        distinct = len(owned) == len(self.connectors)
+        self.workers = FakeWorkers(layout, setup.pages, setup.ranks, distinct)
+        self.cache = CacheHierarchy(self._core(owned), self._seed)
+        for rank, memory in enumerate(self.workers.ranks):
+            for connector in self.connectors:
+                self.workers.attach(rank, connector.tier, connector.make_mover(memory.device, self.workers.notify))
+        bind_connectors(self.connectors, self.cache)
+        scheduler = Scheduler(self.cache, SchedulerConfig(STEP_TOKENS, setup.max_running))
+        self.workers.requests = scheduler.requests.get
+        limits = Limits(1 << 20, setup.pages, layout.page_bytes)
+        vocabulary = Vocabulary(NoTokenizer())
+        self.engine = Engine(scheduler, self.workers, vocabulary, frozenset(), limits, self.cache.audit)
+
+    def _core(self, owned: Sequence[Connector]) -> Core:
+        setup, directory = self.setup, Directory()
+        device = OwnedTier(DEVICE, setup.pages, directory)
+        pool = device.pool = _Pool(DEVICE, setup.pages, device.retention)
+        pool.poison = self.workers.poison
+        pool.free_slots.clear()
+        pool.free_slots.extend(SlotId(LiveSlot(slot)) for slot in range(setup.pages))
+        lower = {}
+        for each in owned:
+            slots = min(LOWER_SLOTS, each.slots(setup.layout.page_bytes))
+            mode = StoreMode.EAGER if each.capabilities.eager else StoreMode.LAZY
+            lower[each.tier] = OwnedTier(each.tier, slots, directory, mode)
+        config = CoreConfig(
+            step_tokens=STEP_TOKENS, load_deadline_s=setup.deadline_s, store_deadline_s=setup.deadline_s
+        )
+        order = (DEVICE, *(connector.tier for connector in self.connectors))
+        return Core(setup.layout, config, directory, device, lower, {}, Book(setup.ranks), order)
+
+    def _seed(self, salt: str) -> bytes:
+        return hashlib.sha256(self.setup.namespace + salt.encode()).digest()
+
+    def _dump(self) -> str:
+        jobs = [f"job {job.job_id}: {job.order.kind.value} {job.order.tier}" for job in self.cache.core.book]
+        requests = [f"{name}: {each.phase.value}" for name, each in self.engine.scheduler.requests.items()]
+        return "\n".join([*requests[:5], *jobs[:5]])
