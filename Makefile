@@ -9,7 +9,7 @@ STAMP  := $(VENV)/.installed
 CODE   := $(wildcard src tests benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test lint format demo bench clean
+.PHONY: help venv test lint format versions demo bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,6 +36,9 @@ lint: $(STAMP) ## run the checks that execute no test
 format: $(STAMP) ## sort imports, apply safe fixes, format
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
+
+versions: $(STAMP) ## test the oldest and the newest transformers that is supported (several minutes)
+	$(BIN)/python tests/versions.py
 
 demo: $(STAMP) ## show prefix reuse on Gemma 3 270M
 	$(BIN)/ostinato demo

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -55,6 +56,17 @@ def test_greedy(fields: dict[str, Any], greedy: bool) -> None:
         {"stop": ()},
         {"max_tokens": 1},
         {"stop_token_ids": []},
+        {"n": 1},
+        {"min_p": 0},
+        {"min_p": 1},
+        {"min_tokens": 16},
+        {"presence_penalty": -2, "frequency_penalty": 2},
+        {"repetition_penalty": 0.01},
+        {"logit_bias": {0: 100, 5: -100.0}},
+        {"logit_bias": [[3, 1.0]]},
+        {"logprobs": 0},
+        {"logprobs": -1, "prompt_logprobs": -1},
+        {"detokenize": False, "stop_token_ids": [3]},
     ],
 )
 def test_edges_are_allowed(fields: dict[str, Any]) -> None:
@@ -71,9 +83,30 @@ def test_edges_are_allowed(fields: dict[str, Any]) -> None:
         *(("stop", bad) for bad in ("", [""], ["a", ""], ["a", 1], 3, b"x", {"a": 1})),
         *(("stop_token_ids", bad) for bad in (3, "3", [-1], [1.0], ["1"], [True])),
         *(("max_tokens", bad) for bad in (0, -1, 1.0, "9", None, True)),
+        *(("n", bad) for bad in (0, -1, 1.0, "9", None, True)),
+        *(("min_tokens", bad) for bad in (-1, 17, 1.0, None, True)),
+        *(("min_p", bad) for bad in (-0.1, 1.1, math.nan, "0", None, True)),
+        *(("presence_penalty", bad) for bad in (-2.1, 2.1, math.nan, math.inf, None, True)),
+        *(("frequency_penalty", bad) for bad in (-2.1, 2.1, math.nan, math.inf, None, True)),
+        *(("repetition_penalty", bad) for bad in (0, -1, math.nan, math.inf, None, True)),
+        *(("logprobs", bad) for bad in (-2, 1.0, "1", True)),
+        *(("prompt_logprobs", bad) for bad in (-2, 1.0, "1", True)),
+        *(("allowed_token_ids", bad) for bad in ([], 3, [-1], [1.0], [True])),
+        *(("bad_words", bad) for bad in ("", [""], 3, [1])),
+        *(("bad_words_ids", bad) for bad in (3, [3], [[]], [[-1]], [["a"]])),
+        *(
+            ("logit_bias", bad)
+            for bad in (3, [3], {"a": 1.0}, {1: "a"}, {-1: 0.0}, {1: 100.5}, {1: math.nan}, [(1, 2.0), (1, 2.0)])
+        ),
         *(
             (name, bad)
-            for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "logits_digest")
+            for name in (
+                "ignore_eos",
+                "skip_special_tokens",
+                "include_stop_str_in_output",
+                "logits_digest",
+                "detokenize",
+            )
             for bad in (None, 0, "yes")
         ),
     ],
@@ -86,6 +119,36 @@ def test_wrong_values_are_named(name: str, value: object) -> None:
     assert message.startswith(f"{name} must be ")
     assert repr(value) in message
     assert "\n" not in message
+
+
+def test_stop_strings_need_text() -> None:
+    with pytest.raises(SamplingError, match="detokenize"):
+        SamplingParams(stop="a", detokenize=False)
+
+
+def test_what_is_kept_is_plain_and_hashable() -> None:
+    params = SamplingParams(
+        logit_bias={5: 1, 2: -3.5}, allowed_token_ids=[9, 3, 9], bad_words="no", bad_words_ids=[[1, 2], [3]]
+    )
+    assert params.biases == ((2, -3.5), (5, 1.0))
+    assert params.allowed_token_ids == (3, 9)
+    assert params.bad_words == ("no",)
+    assert params.bad_words_ids == ((1, 2), (3,))
+    assert hash(params) == hash(replace(params))
+    assert params.adjusts
+    assert not SamplingParams(min_p=0.1, top_k=3, logprobs=2).adjusts
+
+
+@pytest.mark.parametrize("seed", [None, 0, -3, 2**63 - 1])
+def test_completions_are_requests_with_seeds_in_a_row(seed: int | None) -> None:
+    params = SamplingParams(n=3, seed=seed, prompt_logprobs=2)
+    parts = [params.completion(index) for index in range(3)]
+    assert [part.n for part in parts] == [1, 1, 1]
+    assert [part.prompt_logprobs for part in parts] == [2, None, None]
+    if seed is None:
+        assert [part.seed for part in parts] == [None] * 3
+    else:
+        assert [part.seed for part in parts] == [(seed + i + 2**63) % 2**64 - 2**63 for i in range(3)]
 
 
 def test_long_values_are_cut_short() -> None:

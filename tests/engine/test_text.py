@@ -15,6 +15,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from ostinato.engine.text import Detokenizer, OutputText, StopStrings, TextStep, Vocabulary
+from ostinato.errors import SamplingError
 from ostinato.sampling_params import SamplingParams
 
 EOS = 0
@@ -235,3 +236,46 @@ def test_a_stop_token_ends_the_output(include: bool, expected: str) -> None:
     params = SamplingParams(stop_token_ids=[stop], include_stop_str_in_output=include, ignore_eos=True, max_tokens=99)
     text, step, taken = run("hello", params)
     assert (text, step.finish_reason, step.stop_reason, taken) == (expected, "stop", stop, 3)
+
+
+# Least length, no text, spellings.
+
+
+@given(st.text("abc ", max_size=30), st.sampled_from(["a", "ab", "aba", "aa", "c a"]), st.integers(0, 12))
+@settings(max_examples=200, deadline=None)
+def test_a_stop_string_counts_when_it_is_completed_after_the_least_length(text: str, stop: str, least: int) -> None:
+    """One token per character here: it counts if its last character is behind ``least`` of them."""
+    params = SamplingParams(stop=stop, min_tokens=least, max_tokens=99)
+    starts = (i for i in range(len(text)) if text.startswith(stop, i) and i + len(stop) > least)
+    place = next(starts, None)
+    given_out, step, taken = run(text, params)
+    if place is None:
+        assert step.finish_reason is None
+        assert text.startswith(given_out)
+    else:
+        assert (step.finish_reason, step.stop_reason) == ("stop", stop)
+        assert given_out == text[:place]
+        assert taken == place + len(stop)
+
+
+def test_no_token_ends_the_output_before_the_least_length() -> None:
+    output = OutputText(Vocabulary(byte_level()), SamplingParams(min_tokens=2, stop_token_ids=[5]), [EOS])
+    assert [output.push(token).finish_reason for token in (EOS, 5, 5)] == [None, None, "stop"]
+
+
+def test_without_detokenization_there_is_no_text() -> None:
+    params = SamplingParams(detokenize=False, stop_token_ids=[5], include_stop_str_in_output=True)
+    output = OutputText(Vocabulary(byte_level()), params, [EOS])
+    assert [output.push(token) for token in (40, 41)] == [TextStep(""), TextStep("")]
+    assert output.push(5) == TextStep("", "stop", 5)
+    assert output.text == ""
+
+
+def test_spellings_of_a_word() -> None:
+    """With one token for a space and a letter, a word has two first tokens; else a space is a token of its own."""
+    tokenizer = byte_fallback()
+    vocabulary = tokenizer.get_vocab()
+    assert Vocabulary(tokenizer).spellings(" a") == [(vocabulary["a"],), (vocabulary["\u2581a"],)]
+    assert Vocabulary(tokenizer).spellings("b") == [(vocabulary["b"],)]
+    with pytest.raises(SamplingError, match="bad_words"):
+        Vocabulary(tokenizer).spellings(" ")

@@ -21,7 +21,7 @@ from ostinato.runtime.attention import AttentionBackend, CpuNative, TorchRef
 from ostinato.runtime.attention_hook import install, paged_attention
 from ostinato.runtime.context import ACTIVE
 from ostinato.runtime.geometry import LayerGeometry
-from ostinato.runtime.specs import LAYER_KEY
+from ostinato.runtime.probe_cache import LAYER_KEY
 from paged_forward import PagedForward, Pool
 
 LIBRARY, REASON = native.load()

@@ -13,7 +13,8 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 
 from families.configs import build
-from ostinato.runtime.elementwise import AlignedMode, aligned
+from ostinato.runtime import load
+from ostinato.runtime.elementwise import AlignedMode, aligned, over_aligned_line
 from ostinato.runtime.mixers import REPLACED
 from ostinato.runtime.unaligned import align, find_unaligned
 
@@ -97,6 +98,22 @@ def test_ranges_of_all_threads_are_whole_vectors(threads: int) -> None:
         assert whole <= 16384 or -(-whole // threads) % 128 == 0
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("width", [96, 1000, 2048])
+def test_activations_do_not_depend_on_the_number_of_rows(threads: int, width: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for inner in (nn.SiLU(), nn.GELU(approximate="tanh")):
+            rows = torch.randn(101, width, generator=torch.Generator().manual_seed(0))
+            whole = over_aligned_line(inner, rows)
+            assert torch.allclose(whole, inner(rows), atol=1e-5)
+            for count in (1, 37, 64):
+                assert torch.equal(over_aligned_line(inner, rows[:count]), whole[:count])
+    finally:
+        torch.set_num_threads(before)
+
+
 class _Gate(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -157,3 +174,16 @@ def test_gates_of_recurrent_models_and_activations_are_found_and_cost_no_mode(fa
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
     assert any(name.endswith(("act_fn", "act")) for name in names)
     assert not any(name.endswith(("*", "_proj", "_layernorm", "embed_tokens")) for name in names), names
+
+
+def test_experts_of_our_own_cost_no_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They compute activations in whole vectors; what transformers' code in their place would need does not count."""
+    done: list[str] = []
+
+    def noting(*args: Any) -> tuple[str, ...]:
+        done.extend(names := align(*args))
+        return names
+
+    monkeypatch.setattr(load, "align", noting)
+    assert load.build_runtime(build("gpt_oss"), max_model_len=512).promise.bitwise
+    assert not any(name.endswith("*") for name in done), done

@@ -15,7 +15,6 @@ import tiny_models as tiny
 from ostinato.cache.kinds import Full
 from ostinato.errors import AuditError, ModelRefusedError
 from ostinato.runtime import native
-from ostinato.runtime.activation import align_activations
 from ostinato.runtime.attention import AttentionBackend, AttentionParams, CpuNative, KVPages, TorchRef
 from ostinato.runtime.attention_hook import install
 from ostinato.runtime.geometry import LayerGeometry, ModelSpecs
@@ -23,6 +22,7 @@ from ostinato.runtime.latent import absorb_latents, attend_latents
 from ostinato.runtime.linear import make_invariant
 from ostinato.runtime.selfcheck import distance
 from ostinato.runtime.specs import output_head
+from ostinato.runtime.unaligned import align, find_unaligned
 from paged_forward import PagedForward, Pool
 
 LIBRARY, REASON = native.load()
@@ -169,9 +169,10 @@ def test_bfloat16_is_as_near_as_its_rounding(name: str) -> None:
 @pytest.mark.parametrize("name", DENSE)
 def test_every_schedule_gives_the_same_bits(name: str, dtype: torch.dtype) -> None:
     model = make(name, dtype)
+    found = find_unaligned(model, lambda: model(input_ids=torch.arange(9)[None], use_cache=False))
     rule = make_invariant(model, output_head(model))
     assert rule.invariant
-    align_activations(model)
+    align(model, found)
     pool = serve(model, CpuNative(), (rule.body | rule.head).pad)
     tokens, other = tiny.prompts((150, 100))
     whole = pool()

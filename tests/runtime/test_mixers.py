@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from ostinato.runtime.linear import RowRule, make_invariant
 from ostinato.runtime.mixers import _STAND_INS, REPLACED, rebind_mixers
 from ostinato.runtime.paged_cache import PagedCache
 from ostinato.runtime.scans import ScanBackend, StateIndex, TorchScans, select_scans
+from ostinato.runtime.specs import CACHE_ARGUMENTS
 from ostinato.runtime.unaligned import align, find_unaligned
 
 HYBRIDS = sorted(name for name, family in FAMILIES.items() if "state" in family.kinds)
@@ -65,8 +67,11 @@ class _Recorder(PagedCache):
 
 
 def _call(model: nn.Module, mixer: nn.Module, hidden: Tensor, cache: Any) -> Tensor:
+    """By the name that the version of transformers has for the cache."""
+    parameters = inspect.signature(inspect.unwrap(type(mixer).forward)).parameters
+    (name,) = parameters.keys() & set(CACHE_ARGUMENTS)
     with torch.inference_mode():
-        result: Tensor = mixer(hidden, cache=cache)
+        result: Tensor = mixer(hidden, **{name: cache})
     return result
 
 

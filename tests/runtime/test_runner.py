@@ -17,7 +17,6 @@ from ostinato.cache.layout import CacheLayout, LayerSpec
 from ostinato.errors import ModelRefusedError
 from ostinato.ids import HOLE, JobId, RequestId, SlotId, Step, TierId
 from ostinato.runtime import load, selfcheck
-from ostinato.runtime.activation import AlignedActivation, aligned
 from ostinato.runtime.attention_hook import paged_attention
 from ostinato.runtime.context import BlockRow, Span, build_groups
 from ostinato.runtime.linear import PackedLinear, RowRule
@@ -129,24 +128,6 @@ def test_row_rules() -> None:
     assert [RowRule(2, 1).pad(n) for n in (1, 2, 3)] == [2, 2, 3]
     assert [RowRule(16, 16).pad(n) for n in (1, 16, 17)] == [16, 16, 32]
     assert RowRule(2, 1) | RowRule(1, 16) == RowRule(2, 16)
-
-
-@pytest.mark.parametrize("threads", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("width", [96, 1000, 2048])
-def test_activations_do_not_depend_on_the_number_of_rows(threads: int, width: int) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        for inner in (torch.nn.SiLU(), torch.nn.GELU(approximate="tanh")):
-            act = AlignedActivation(inner)
-            rows = torch.randn(101, width, generator=torch.Generator().manual_seed(0))
-            whole = act(rows)
-            assert torch.allclose(whole, inner(rows), atol=1e-5)
-            for count in (1, 37, 64):
-                assert torch.equal(act(rows[:count]), whole[:count])
-    finally:
-        torch.set_num_threads(before)
-    assert aligned(101 * width, threads) % 128 == 0
 
 
 def test_weights_that_were_packed_cannot_be_used_by_mistake() -> None:

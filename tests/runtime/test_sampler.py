@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ostinato.runtime.penalties import History
 from ostinato.runtime.sampler import (
     Sampler,
     SampleRow,
@@ -23,15 +25,19 @@ from ostinato.runtime.sampler import (
     uniform,
 )
 from ostinato.sampling_params import SamplingParams
+from ostinato.scheduler.plan import Past
 
 GRID = st.integers(-12, 12).map(lambda n: n / 4)
 VALUES = st.lists(GRID, min_size=1, max_size=60)
 
 
 def oracle_probabilities(logits: torch.Tensor, params: SamplingParams) -> np.ndarray:
-    """The distribution by definition: sort everything, cut at top-k, then at top-p, in double precision."""
+    """The distribution by definition: sort everything, cut at min-p, at top-k, then at top-p, in double precision."""
     values = logits.double().numpy()
     order = sorted(range(len(values)), key=lambda i: (-values[i], i))
+    if params.min_p > 0:
+        odds = np.exp((values - values.max()) / params.temperature)
+        order = [i for i in order if odds[i] >= params.min_p]
     if params.top_k > 0:
         order = order[: params.top_k]
     weights = np.exp((values[order] - values[order[0]]) / params.temperature)
@@ -58,14 +64,22 @@ def rows_of(params: SamplingParams, count: int, seed: int = 7) -> list[SampleRow
     return [SampleRow(params, seed, step) for step in range(count)]
 
 
-@given(VALUES, st.integers(0, 70), st.sampled_from([0.1, 0.5, 0.837, 0.95, 1.0]), st.sampled_from([0.3, 1.0, 2.5]))
-@settings(max_examples=150, deadline=None)
-def test_draws_are_in_the_oracles_support(values: list[float], top_k: int, top_p: float, temperature: float) -> None:
+@given(
+    VALUES,
+    st.integers(0, 70),
+    st.sampled_from([0.1, 0.5, 0.837, 0.95, 1.0]),
+    st.sampled_from([0.3, 1.0, 2.5]),
+    st.sampled_from([0.0, 0.03, 0.42, 1.0]),
+)
+@settings(max_examples=200, deadline=None)
+def test_draws_are_in_the_oracles_support(
+    values: list[float], top_k: int, top_p: float, temperature: float, min_p: float
+) -> None:
     logits = torch.tensor(values)
-    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     allowed = oracle_probabilities(logits, params)
     # Room for the one token that sits exactly on top-p's boundary.
-    slack = SamplingParams(temperature=temperature, top_k=top_k, top_p=min(1.0, top_p * 1.000001))
+    slack = replace(params, top_p=min(1.0, top_p * 1.000001))
     allowed = np.maximum(allowed, oracle_probabilities(logits, slack))
     for row in rows_of(params, 20):
         assert allowed[sample_row(logits, row)] > 0
@@ -144,9 +158,12 @@ def test_a_rows_token_does_not_depend_on_the_batch() -> None:
         SamplingParams(),
         SamplingParams(top_k=40),
         SamplingParams(top_p=0.9),
-        SamplingParams(top_k=100, top_p=0.8, temperature=0.7),
+        SamplingParams(top_k=100, top_p=0.8, temperature=0.7, min_p=0.01),
+        SamplingParams(temperature=0, repetition_penalty=1.5, frequency_penalty=0.5),
+        SamplingParams(logit_bias={5: 3.0}, presence_penalty=1.0, min_p=0.1),
     ]
-    rows = [SampleRow(kinds[i % len(kinds)], seed=i, step=i * 3) for i in range(9)]
+    history = History.of(Past((1, 2, 3), (5, 9, 5)))
+    rows = [SampleRow(kinds[i % len(kinds)], i, i * 3, history) for i in range(9)]
     sampler = Sampler()
     together = sampler.sample(logits, rows)
     assert together == [sampler.sample(logits[i : i + 1], [rows[i]])[0] for i in range(9)]
@@ -197,6 +214,8 @@ def test_top_k_of_one_is_greedy(top_p: float) -> None:
         SamplingParams(top_k=5),
         SamplingParams(top_p=0.7),
         SamplingParams(top_k=12, top_p=0.9, temperature=1.7),
+        SamplingParams(min_p=0.2),
+        SamplingParams(min_p=0.1, top_k=6, top_p=0.8, temperature=1.4),
     ],
 )
 def test_frequencies_match_the_oracle(params: SamplingParams) -> None:

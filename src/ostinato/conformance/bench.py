@@ -117,6 +117,8 @@ class Bench:
         if error is not None:
             with suppress(Exception):  # what went wrong first is what counts
                 self.close()
+            if (noted := [fault for watch in self.watches for fault in watch.faults]) and isinstance(error, Exception):
+                raise Violation(f"{noted[0]}\n(and so: {error})") from error
             return
         self.close()
         self.complain()

@@ -112,8 +112,8 @@ def shortens_hits_at_holes(subject: Subject) -> None:
 
 def evicts_when_full(subject: Subject) -> None:
     """More is stored than a small tier holds: what is gone is a miss, and what is left is right."""
-    with Bench(subject, Setup(PLAIN, pages=40)) as bench:
-        prompts = [make_prompt(10 * UNIT + 3, ("evict", number)) for number in range(40)]
+    with Bench(subject, Setup(PLAIN, pages=30)) as bench:
+        prompts = [make_prompt(10 * UNIT + 3, ("evict", number)) for number in range(24)]
         for prompt in [*prompts, *prompts[::3], *reversed(prompts)]:
             bench.serve(prompt, 2)
         bench.check_quiet()

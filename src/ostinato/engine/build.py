@@ -168,7 +168,9 @@ def _report(runtime: Runtime, config: EngineConfig, core: Core, max_model_len: i
         off.append("prefix caching: enable_prefix_caching is false")
     elif max_model_len <= core.layout.granularity:
         shortest = core.layout.granularity + 1
-        off.append(f"prefix caching: a prompt must have {shortest} tokens to be reused, max_model_len is {max_model_len}")
+        off.append(
+            f"prefix caching: a prompt must have {shortest} tokens to be reused, max_model_len is {max_model_len}"
+        )
     if not core.lower and not core.asked and config.enable_prefix_caching:
         off.append("lower tiers: none given; evicted blocks are computed again (try --kv host:4GiB)")
     return StartupReport(

@@ -7,9 +7,10 @@ anything is computed (``scheduler``), the order of calls (``loop``).  Thread: th
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from ostinato.engine.outputs import (
     CompletionDelta,
@@ -25,6 +26,7 @@ from ostinato.sampling_params import SamplingParams
 from ostinato.scheduler.plan import PromptLogprobs, SampledToken
 from ostinato.scheduler.request import Request
 
+log: Final = logging.getLogger(__name__)
 Listener: TypeAlias = Callable[[CompletionDelta], None]
 
 
@@ -115,23 +117,33 @@ class LiveRequest:
         held = {id(completion) for completion in self.held_back}
         return [one for one in self.completions if one.text.finish_reason is None and id(one) not in held]
 
-    def push(self, completion: Completion, sampled: SampledToken, now: float) -> None:
-        """Append a token to one of the completions, and tell whoever watches."""
+    def push(self, completion: Completion, sampled: SampledToken, now: float) -> CompletionDelta | None:
+        """Append a token to one of the completions; what there is to tell whoever watches."""
         if self.first_token is None:
             self.first_token = now
         step = completion.push(sampled, self._vocabulary)
-        if self.listener is not None:
-            self.listener(
-                CompletionDelta(
-                    self.request_id,
-                    completion.index,
-                    step.text,
-                    (sampled.token,),
-                    step.finish_reason,
-                    step.stop_reason,
-                    (completion.logprobs[-1],) if completion.logprobs is not None else None,
-                )
-            )
+        if self.listener is None:
+            return None
+        logprobs = (completion.logprobs[-1],) if completion.logprobs is not None else None
+        return CompletionDelta(
+            self.request_id,
+            completion.index,
+            step.text,
+            (sampled.token,),
+            step.finish_reason,
+            step.stop_reason,
+            logprobs,
+        )
+
+    def tell(self, delta: CompletionDelta) -> None:
+        """Let the listener have ``delta``; one that raises is not called again."""
+        if self.listener is None:
+            return
+        try:
+            self.listener(delta)
+        except Exception:
+            log.exception("whoever watches request %s failed, and hears no more of it", self.request_id)
+            self.listener = None
 
     def score(self, part: PromptLogprobs) -> None:
         """Take in log-probabilities of a part of the prompt.  After a preemption a part may come again, the same."""

@@ -14,7 +14,7 @@ from typing import Final, Protocol
 
 from ostinato.engine.intake import Limits, resolved
 from ostinato.engine.live import Completion, Listener, LiveRequest, Prompt, completion_id
-from ostinato.engine.outputs import RequestOutput
+from ostinato.engine.outputs import CompletionDelta, RequestOutput
 from ostinato.engine.text import OutputText, Vocabulary
 from ostinato.errors import CapacityError, OstinatoError, RequestError
 from ostinato.ids import RequestId
@@ -63,6 +63,7 @@ class Engine:
         self._live: dict[str, LiveRequest] = {}
         self._completions: dict[RequestId, tuple[LiveRequest, Completion]] = {}
         """By the scheduler's names: all that have not ended, those held back included."""
+        self._news: list[tuple[LiveRequest, CompletionDelta]] = []
         self._arrivals = 0
         self._unusable = ""
 
@@ -102,10 +103,10 @@ class Engine:
         self._completions.update((one.request.request_id, (live, one)) for one in live.completions)
 
     def watch(self, request_id: str, listener: Listener) -> None:
-        """Call ``listener`` with everything that is added to a live request, on the engine's thread, within the step.
+        """Call ``listener`` with everything that is added to a live request, on the engine's thread, as a step ends.
 
-        To hear of all of it, watch before the next step.  The finished request is returned by :meth:`step` all the
-        same, after its last delta.
+        To hear of all of it, watch before the next step.  It may add and abort requests; if it raises, it is not called
+        again.  The finished request is returned by :meth:`step` all the same, after its last delta.
         """
         if request_id not in self._live:
             raise RequestError(f"there is no request {request_id!r} to watch")
@@ -122,6 +123,7 @@ class Engine:
         if live is None:
             return False
         del self._live[live.request_id]
+        live.listener = None
         for completion in live.completions:
             self._completions.pop(completion.request.request_id, None)
         if not self._unusable:  # else nobody knows what the scheduler was doing with it
@@ -130,7 +132,7 @@ class Engine:
         return True
 
     def step(self) -> list[RequestOutput]:
-        """One plan, one result; returns the requests that finished in it."""
+        """One plan, one result; those who watch hear of it; returns the requests that finished in it."""
         self._check_usable()
         try:
             plan = self.scheduler.plan()
@@ -142,6 +144,9 @@ class Engine:
             raise
         if self._on_step is not None:
             self._on_step()
+        news, self._news = self._news, []
+        for live, delta in news:
+            live.tell(delta)
         if not plan.sequences and not result.reports and self._live:
             self._idle()
         return finished
@@ -176,7 +181,9 @@ class Engine:
         for sampled in result.sampled:
             if sampled.request_id in alive:
                 live, completion = self._completions[sampled.request_id]
-                live.push(completion, sampled, now)
+                delta = live.push(completion, sampled, now)
+                if delta is not None:
+                    self._news.append((live, delta))
                 outputs.append(self._advance(live, completion, now))
         return [output for output in outputs if output is not None]
 

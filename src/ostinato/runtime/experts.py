@@ -83,7 +83,7 @@ def _replace_experts(model: PreTrainedModel) -> str | None:
         return f"transformers' ({reason})"
     if not all(_is_supported(module) for module in modules):
         return "transformers' (their layout or dtype is not supported)"
-    known = ExpertsInterface().get("batched_mm")
+    known = ExpertsInterface().get("batched_mm")  # type: ignore[no-untyped-call]
     if known is None or tuple(inspect.signature(known).parameters)[1:] != _ARGUMENTS:
         return "transformers' (its interface is not the known one)"
     ExpertsInterface.register(OSTINATO, run_experts)
@@ -93,6 +93,11 @@ def _replace_experts(model: PreTrainedModel) -> str | None:
     for module in modules:
         setattr(module, _WEIGHTS, _take_weights(module))
     return f"own kernel, packed ({library.best_isa.name.lower()})"
+
+
+def replaced_experts(model: nn.Module) -> tuple[str, ...]:
+    """Names of the modules that run :func:`run_experts`."""
+    return tuple(name for name, module in model.named_modules() if hasattr(module, _WEIGHTS))
 
 
 def _is_experts(module: nn.Module) -> bool:

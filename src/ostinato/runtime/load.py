@@ -35,7 +35,7 @@ from ostinato.runtime import native, selfcheck
 from ostinato.runtime.arena import Arena
 from ostinato.runtime.attention import select_backend
 from ostinato.runtime.attention_hook import install
-from ostinato.runtime.experts import install_experts
+from ostinato.runtime.experts import install_experts, replaced_experts
 from ostinato.runtime.geometry import ModelSpecs
 from ostinato.runtime.latent import absorb_latents
 from ostinato.runtime.linear import make_invariant
@@ -154,7 +154,7 @@ def build_runtime(
     expected, observed, unaligned = _observe(model, tokenizer)
     prepared, notes = _prepare(model, specs, observed)
     # Last: whatever replaces a module's forward pass would undo it.
-    align(model, unaligned)
+    align(model, unaligned, replaced_experts(model))
     prepared, promise = selfcheck.settle(prepared, layout, expected)
     dtype = str(specs.dtype).removeprefix("torch.")
     identity = Identity(weights, config_digest, dtype, _numerics(prepared, notes, promise))

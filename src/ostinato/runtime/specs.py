@@ -42,6 +42,7 @@ from ostinato.runtime.probe_cache import (
     check_cache,
     probe_attention,
 )
+from ostinato.runtime.window_check import masks_have_window
 
 _log = logging.getLogger(__name__)
 
@@ -80,6 +81,9 @@ def probe_specs(model: PreTrainedModel) -> ModelSpecs:
         argument, takes_positions = _check_forward(model, attends)
         cache = _record(model, argument, takes_positions, len(kinds))
         geometry = _geometries(kinds, cache.records)
+        silent = any(_is_silent(*pair) for pair in zip(geometry, cache.records, strict=True))
+        if silent and not masks_have_window(model):
+            raise RefusalError("its config names a window that its attention does not keep to")
         states = tuple(_state(layer, *pair) for layer, pair in enumerate(zip(kinds, cache.records, strict=True)))
         layers = tuple(_layer_specs(geometry, states, model.dtype.itemsize))
         if not layers:
@@ -225,9 +229,13 @@ def _check_call(layer: int, seen: Record, window: int) -> None:
         raise RefusalError(
             f"layer {layer} calls the attention interface {seen.attention_calls} times per pass, not once"
         )
-    if (seen.window or 0) != window:
-        # A model that says nothing would attend over what its own mask shows, and masks are not built here.
-        raise RefusalError(f"layer {layer} attends over a window of {seen.window or 'nothing'}, its config says {window}")
+    if seen.window is not None and seen.window != window:
+        raise RefusalError(f"layer {layer} attends over a window of {seen.window}, its config says {window}")
+
+
+def _is_silent(shape: LayerGeometry | None, seen: Record) -> bool:
+    """Whether a layer has a window that its attention call does not name."""
+    return shape is not None and shape.window > 0 and seen.window is None
 
 
 def _state(layer: int, kind: _LayerKind, seen: Record) -> StateGeometry | None:

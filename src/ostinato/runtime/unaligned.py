@@ -20,7 +20,7 @@ import functools
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any, Final
@@ -90,10 +90,11 @@ def find_unaligned(model: nn.Module, run: Callable[[], object], replaced: frozen
     return Unaligned(frozenset(recording.sites), plain)
 
 
-def align(model: nn.Module, found: Unaligned) -> tuple[str, ...]:
+def align(model: nn.Module, found: Unaligned, replaced: Collection[str] = ()) -> tuple[str, ...]:
     """Make the calls that were found aligned ones; names of modules, with a ``*`` where that costs a mode.
 
-    To be called after the last replacement of a module's ``forward``.
+    ``replaced``: names of modules that run other code than what was found.  To be called after the last replacement of
+    a module's ``forward``.
     """
     by_module: dict[str, list[Site]] = {}
     for site in found.sites:
@@ -101,7 +102,7 @@ def align(model: nn.Module, found: Unaligned) -> tuple[str, ...]:
     done = []
     for name, module in list(model.named_modules()):
         sites = by_module.get(name)
-        if sites is None:
+        if sites is None or name in replaced:
             continue
         if _is_activation(module):
             module.forward = _over_line(module.forward)

@@ -127,7 +127,6 @@ OVERRIDES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         "MiniMaxM3VLForCausalLM": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
         "MinistralForCausalLM": {"head_dim": _HEAD_DIM, **_WINDOWS},
         "NemotronForCausalLM": {"head_dim": _HEAD_DIM, "num_key_value_heads": _KV_HEADS},
-        "Qwen2MoeForCausalLM": {"sliding_window": None},
         "Phi3ForCausalLM": {"sliding_window": WINDOW},
         "Qwen2ForCausalLM": {"use_sliding_window": True, "sliding_window": WINDOW, **_WINDOWS},
         "Qwen2MoeForCausalLM": {"use_sliding_window": True, "sliding_window": WINDOW, **_WINDOWS},

@@ -1,10 +1,10 @@
-"""The kit as tests: a class to derive from, found by pytest in whatever module it is.
+"""The kit as tests for pytest: a class to derive from.  It needs no plug-in and no configuration.
 
 Owns: the translation of verdicts into what pytest says.  Does not own: the checks (``kit``).
 
 ::
 
-    from ostinato.conformance.pytest_plugin import ConnectorConformance
+    from ostinato.conformance.suite import ConnectorConformance
 
     class TestMyStore(ConnectorConformance):
         spec = "mystore://127.0.0.1:7000"
