@@ -6,7 +6,7 @@ TORCH  ?= torch==2.13.0
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-CODE   := $(wildcard src tests benchmarks)
+CODE   := $(wildcard src tests benchmarks examples)
 
 .DEFAULT_GOAL := help
 .PHONY: help venv test lint format versions demo bench clean

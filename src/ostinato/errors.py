@@ -43,6 +43,10 @@ class SamplingError(RequestError):
     """A sampling parameter is out of range."""
 
 
+class StoppedError(OstinatoError):
+    """Whoever runs the engine wants it to stop: a signal, for example."""
+
+
 class UnknownConnectorError(ConfigError):
     """No connector has this name; the message lists those that exist."""
 

@@ -284,6 +284,44 @@ class CannotCloseUnopened(ShelfConnector):
         self.site  # noqa: B018
 
 
+class OneMoverOnly(ShelfConnector):
+    made = False
+
+    def make_mover(self, device: DevicePages, notify: Callable[[], None]) -> ShelfMover:
+        if self.made:
+            raise RuntimeError("one worker only")
+        self.made = True
+        return super().make_mover(device, notify)
+
+
+class SharesReports(ShelfConnector):
+    """All ranks' movers put their reports into one queue."""
+
+    def make_mover(self, device: DevicePages, notify: Callable[[], None]) -> ShelfMover:
+        mover = super().make_mover(device, notify)
+        self.reports = getattr(self, "reports", mover.reports)
+        mover.reports = self.reports
+        return mover
+
+
+class MixesUpWhenFull(ShelfConnector):
+    """Puts a new record in the place of an old one, and still finds it by the old name."""
+
+    def offer(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        if len(self.shelf) > 80:
+            for old in list(self.shelf)[:40]:
+                self.shelf[old] = bytes(len(self.shelf[old]))
+        return super().offer(keys)
+
+
+def _waits_for_work(self: ShelfMover) -> None:
+    time.sleep(0.8)
+    ShelfMover.close(self)
+
+
+WaitsForWork = with_mover("WaitsForWork", close=_waits_for_work)
+
+
 BROKEN: dict[type[ShelfConnector], str] = {
     ReportsTwice: "delivers_what_was_stored",
     ReportsEarly: "survives_much_traffic",
@@ -310,6 +348,10 @@ BROKEN: dict[type[ShelfConnector], str] = {
     KeepsPins: "keeps_no_blocks",
     RaisesInHook: "gets_hooks_only_if_declared",
     CannotCloseUnopened: "starts_and_stops",
+    OneMoverOnly: "serves_two_workers",
+    SharesReports: "serves_two_workers",
+    MixesUpWhenFull: "evicts_when_full",
+    WaitsForWork: "closes_without_work",
 }
 """The check that must find each of them, by itself."""
 SLOW: dict[type[ShelfConnector], str] = {

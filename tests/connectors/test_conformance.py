@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from connectors.memory_store import MemoryConnector, MemoryStore
 from connectors.shelf import BROKEN, SLOW, Shelf, ShelfConnector
@@ -19,7 +21,6 @@ from ostinato.conformance.verdict import Outcome, Verdict
 from ostinato.connectors.multi import MultiConnector, expand
 from ostinato.connectors.registry import make_connector
 from ostinato.serve.cli import app
-from typer.testing import CliRunner
 
 BY_NAME = {check.name: check for check in CHECKS}
 
@@ -37,6 +38,23 @@ def shelf_subject(kind: type[ShelfConnector] = ShelfConnector) -> Subject:
 def _lose(shelf: Shelf) -> None:
     for name in sorted(shelf)[::5]:
         del shelf[name]
+
+
+def memory_subject() -> Subject:
+    store = MemoryStore()
+    store.calls = deque(maxlen=0)  # type: ignore[assignment]
+
+    def spoil() -> None:
+        for number, name in enumerate(sorted(store.content)):
+            value = bytearray(store.content[name])
+            value[number % len(value)] ^= 0x40
+            store.content[name] = bytes(value)
+
+    def lose() -> None:
+        for name in sorted(store.content)[::4]:
+            del store.content[name]
+
+    return Subject("memory", lambda: (MemoryConnector(store, ttl_s=0.5),), spoil, lose)
 
 
 def judge(kind: type[ShelfConnector], check: str) -> Verdict:
@@ -89,19 +107,7 @@ class TestMemoryStore(ConnectorConformance):
 
     @pytest.fixture
     def subject(self) -> Subject:
-        store = MemoryStore()
-
-        def spoil() -> None:
-            for number, name in enumerate(sorted(store.content)):
-                value = bytearray(store.content[name])
-                value[number % len(value)] ^= 0x40
-                store.content[name] = bytes(value)
-
-        def lose() -> None:
-            for name in sorted(store.content)[::4]:
-                del store.content[name]
-
-        return Subject("memory", lambda: (MemoryConnector(store, ttl_s=0.5),), spoil, lose)
+        return memory_subject()
 
 
 @pytest.mark.slow
@@ -111,6 +117,7 @@ class TestMultiConnector(ConnectorConformance):
     @pytest.fixture
     def subject(self, tmp_path: Path) -> Subject:
         store = MemoryStore()
+        store.calls = deque(maxlen=0)  # type: ignore[assignment]
 
         def make() -> Sequence[object]:
             children = [make_connector(f"disk:{tmp_path}:16MiB"), MemoryConnector(store)]
@@ -133,6 +140,13 @@ def test_the_kit_finds(kind: type[ShelfConnector], monkeypatch: pytest.MonkeyPat
 def test_the_kit_does_not_wait_for_ever(kind: type[ShelfConnector], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "PATIENCE_S", 7.0)
     verdict = judge(kind, SLOW[kind])
+    assert verdict.outcome is Outcome.FAILED, verdict
+
+
+@pytest.mark.parametrize("check", ["finds_changed_bytes", "finds_changed_records"])
+def test_the_kit_finds_a_store_that_compares_nothing(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ostinato.connectors.store_mover.check", lambda *_: None)
+    verdict = run_check(BY_NAME[check], memory_subject())
     assert verdict.outcome is Outcome.FAILED, verdict
 
 

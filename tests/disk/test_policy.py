@@ -11,6 +11,7 @@ import pytest
 from disk.simulated import SimulatedFolder
 from disk.support import CLEAR, get, key, open_store, put
 from ostinato.connectors.disk.admission import Admission, Rate
+from ostinato.connectors.disk.format import fits, slot_bytes
 from ostinato.connectors.disk.journal import log_limit, reserve_bytes
 from ostinato.connectors.disk.space import check_budget, slab_size
 from ostinato.errors import CapacityError, ConfigError
@@ -80,11 +81,11 @@ def test_what_was_used_last_stays() -> None:
 def test_the_tail_of_a_chain_goes_before_its_head() -> None:
     clock = Ticks()
     store = open_store(SimulatedFolder(), MIB, clock=clock)
-    put(store, range(150))
+    put(store, range(180))
     clock.now += 5
-    put(store, range(10_000, 10_100))
+    put(store, range(10_000, 10_140))
     assert store.space.evictions
-    left = sorted(get(store, range(150)))  # type: ignore[arg-type]
+    left = sorted(get(store, range(180)))  # type: ignore[arg-type]
     assert left == list(range(len(left)))
 
 
@@ -111,7 +112,7 @@ def test_records_of_another_size_give_up_their_slabs() -> None:
         clock.now += 1
         put(store, range(number, number + 20), 9000, group=1)
     assert len(get(store, range(200), 9000, group=1)) >= 40  # type: ignore[arg-type]
-    assert set(store.catalog.classes) == {12288}
+    assert set(store.catalog.classes) == {slot_bytes(9000)}
     assert put(store, range(500, 505), 3000) == 5
 
 
@@ -132,11 +133,12 @@ def test_nothing_is_written_twice() -> None:
     assert put(store, [1, 2, 2, 3]) == 4
     written = store.stats.bytes_written
     assert put(store, [1, 2, 3]) == 3
-    assert store.stats.bytes_written == written == 3 * 4096
+    assert store.stats.bytes_written == written == 3 * slot_bytes(3000)
 
 
-def test_growing_one_chat_writes_its_new_bytes() -> None:
-    """20 turns over units of 128 KiB: the bytes of slots, snapshots and logs, over the bytes of the units."""
+@pytest.mark.parametrize("length", [8 << 10, 18 << 10, 48 << 10, 128 << 10])
+def test_growing_one_chat_writes_its_new_bytes(length: int) -> None:
+    """20 turns: the bytes of slots, snapshots and logs, over the bytes of the units."""
     folder = SimulatedFolder()
     store = open_store(folder, 256 * MIB)
     written: list[int] = []
@@ -144,10 +146,10 @@ def test_growing_one_chat_writes_its_new_bytes() -> None:
     units = 0
     for turn in range(1, 21):
         units = 3 * turn
-        assert put(store, range(units), 128 << 10) == units
+        assert put(store, range(units), length) == units
         store.flush()
     store.close()
-    assert units * (128 << 10) < sum(written) <= 1.1 * units * (128 << 10)
+    assert units * length < sum(written) <= 1.1 * units * length
 
 
 def _count_writes(folder: SimulatedFolder, written: list[int]) -> Callable[[str], None]:
@@ -214,7 +216,7 @@ def test_a_full_disk_stops_growth_only() -> None:
     assert get(store, range(2950, 3000)) == set(range(2950, 3000))  # type: ignore[arg-type]
     assert put(store, range(5), 9000, group=1) == 0
     assert not store.stopped
-    assert set(store.catalog.classes) == {4096} or not store.catalog.classes
+    assert set(store.catalog.classes) == {slot_bytes(3000)} or not store.catalog.classes
 
 
 def test_a_clock_that_was_wrong_does_not_spoil_the_order() -> None:
@@ -226,3 +228,14 @@ def test_a_clock_that_was_wrong_does_not_spoil_the_order() -> None:
     clock.now = 1000.0
     store = open_store(folder.copy(), MIB, clock=clock)
     assert {entry.used for entry in store.catalog.index} == {1000}
+
+
+def test_small_records_do_not_take_a_block_each() -> None:
+    for length in [*range(0, 5000, 7), 18 << 10, 48 << 10, 1 << 20, 5 << 20]:
+        size, aligned = slot_bytes(length), slot_bytes(length, direct=True)
+        assert fits(length, size)
+        assert fits(length, aligned)
+        assert size % 64 == aligned % 4096 == 0
+        assert size - length - 224 <= max(63, (length + 224) // 64), length
+        assert size <= aligned
+        assert length < 256 << 10 or size == aligned

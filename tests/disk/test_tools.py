@@ -28,7 +28,7 @@ def damage(path: Path, store: DiskStore, number: int) -> None:
     assert entry is not None
     (name,) = [name for name in path.iterdir() if name.name.startswith(f"slab-{entry.slab.number:08x}")]
     with name.open("r+b") as file:
-        file.seek(entry.slot * 4096 + 17)
+        file.seek(entry.slot * entry.slab.slot_bytes + 17)
         file.write(b"\x00\x01\x02\x03")
 
 

@@ -15,7 +15,8 @@ from ostinato.engine.outputs import CompletionOutput, RequestMetrics, RequestOut
 from ostinato.errors import ConfigError
 from ostinato.serve.demo.prompts import GREETING, GREETING_TAIL, greetings, needle, needle_answer
 from ostinato.serve.demo.report import Row, print_rows, write_json
-from ostinato.serve.demo.run import DemoOptions, _common_prefix, row_names, run_demo
+from ostinato.serve.demo.run import DemoOptions, row_names, run_demo
+from ostinato.serve.demo.stage import common_prefix
 
 
 def output(token_ids: tuple[int, ...] = (5, 6), digest: str = "aa", cached: int = 0) -> RequestOutput:
@@ -98,7 +99,7 @@ def test_greetings_share_what_they_say() -> None:
 def test_the_needle_is_in_the_shared_part_and_only_once() -> None:
     scenario = needle(60, 40, 25, ("1", "2"))
     answer = needle_answer(25)
-    shared = scenario.asked[: _common_prefix(scenario.asked.encode(), scenario.stored.encode())]
+    shared = scenario.asked[: common_prefix(scenario.asked.encode(), scenario.stored.encode())]
     assert shared.count(answer) == 1
     assert not scenario.asked[len(shared) :].count(answer)
     question = scenario.asked[len(shared) :].splitlines()[-1]
@@ -109,8 +110,8 @@ def test_the_needle_is_in_the_shared_part_and_only_once() -> None:
 @pytest.mark.parametrize(
     ("one", "other", "length"), [([], [1], 0), ([1, 2], [1, 2], 2), ([1, 2, 3], [1, 2], 2), ([1, 2], [1, 3], 1)]
 )
-def test_common_prefix(one: list[int], other: list[int], length: int) -> None:
-    assert _common_prefix(one, other) == length
+def testcommon_prefix(one: list[int], other: list[int], length: int) -> None:
+    assert common_prefix(one, other) == length
 
 
 @pytest.mark.parametrize(

@@ -250,7 +250,7 @@ class Ending(HostConnector):
 def test_all_tiers_are_closed_movers_first(tiny_fp32: Runtime, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
     calls: list[str] = []
     tiers = {"one": Ending("one", calls, fails), "two": Ending("two", calls)}
-    monkeypatch.setattr("ostinato.engine.llm.make_connector", tiers.__getitem__)
+    monkeypatch.setattr("ostinato.connectors.tiers.make_connector", tiers.__getitem__)
     with make_llm(tiny_fp32, kv=["one", "two"]) as llm:
         llm.generate(tokens(40), greedy())
     assert calls == ["one mover", "two mover", "one connector", "two connector"]
@@ -259,7 +259,7 @@ def test_all_tiers_are_closed_movers_first(tiny_fp32: Runtime, monkeypatch: pyte
 def test_an_engine_that_cannot_be_built_leaves_no_thread(tiny_fp32: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     tiers = {"one": Ending("one", calls), "two": Ending("two", calls, "make_mover")}
-    monkeypatch.setattr("ostinato.engine.llm.make_connector", tiers.__getitem__)
+    monkeypatch.setattr("ostinato.connectors.tiers.make_connector", tiers.__getitem__)
     with pytest.raises(ZeroDivisionError):
         make_llm(tiny_fp32, kv=["one", "two"])
     assert calls == ["one mover"]

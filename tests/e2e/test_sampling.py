@@ -346,6 +346,26 @@ def test_prompt_logprobs_are_transformers_own(ours: Runtime, theirs: Any, step_t
         assert_scores(found, exact[position - 1], prompt[position], 3)
 
 
+def test_a_repetition_penalty_is_transformers_own(ours: Runtime, theirs: Any) -> None:
+    """Greedy, over prompt and output; also when the prompt is cached.  So are bad words."""
+    prompt = tokens(40)
+    ids = torch.tensor([prompt])
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 16, "min_new_tokens": 16}
+    found = []
+    with torch.inference_mode():
+        plain = theirs.generate(ids, **options)[0, 40:].tolist()
+        penalised = theirs.generate(ids, repetition_penalty=1.6, **options)[0, 40:].tolist()
+        bad = [[plain[3]], plain[8:10]]
+        without = theirs.generate(ids, bad_words_ids=bad, **options)[0, 40:].tolist()
+    with make_llm(ours) as llm:
+        # What transformers bans to reach its least length, the bias forbids here.
+        for params in ({}, {"repetition_penalty": 1.6}, {"repetition_penalty": 1.6}, {"bad_words_ids": bad}):
+            output = llm.generate(prompt, sampling(16, temperature=0, logit_bias={EOS: -100}, **params))[0]
+            found.append(list(output.outputs[0].token_ids))
+    assert found == [plain, penalised, penalised, without]
+    assert len({tuple(one) for one in found}) == 3
+
+
 def test_prompt_logprobs_of_one_token(llm: LLM) -> None:
     assert llm.generate([5], sampling(1, prompt_logprobs=0))[0].prompt_logprobs == (None,)
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from field.rig import expected_tokens, fake_rig, layout_of
-from field.scripted import STORE, ScriptedTier
+from field.scripted import LOAD, STORE, ScriptedTier, kept
 from ostinato.cache.kinds import Full, Window
+from ostinato.engine.live import Prompt
 from ostinato.errors import CapacityError, OstinatoError
+from ostinato.sampling_params import SamplingParams
 
 HYBRID = layout_of(Full(), Window(20))
 
@@ -145,3 +148,24 @@ def test_an_interrupted_step_ends_the_engine_wherever_it_was(where: str, monkeyp
         rig.add(session(2, 40))
     rig.engine.close()
     assert not rig.engine.has_work
+
+
+# Prompts that are scored.
+
+
+@pytest.mark.parametrize("make", [ScriptedTier, kept])
+def test_a_prompt_that_is_scored_loads_nothing_and_is_stored(make: Callable[[], ScriptedTier]) -> None:
+    tier = make()
+    rig = fake_rig(HYBRID, 30, [tier])
+    tokens = session(1, 70)
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, prompt_logprobs=0)
+    for name in ("first", "again"):
+        rig.engine.add(name, Prompt(None, tokens), params)
+        rig.run()
+        rig.settle()
+        assert rig.outputs[name].cached_tokens == 0
+        assert rig.outputs[name].outputs[0].token_ids == expected_tokens(tokens, 2)
+        rig.evict_device()
+    assert not tier.mover.orders(LOAD)
+    assert rig.serve(tokens).cached_tokens == 64
+    rig.check_quiet()

@@ -316,3 +316,18 @@ def test_rotary_part_first(backend: AttentionBackend) -> None:
     TorchRef().write(key.transpose(0, 1), value.transpose(0, 1), expanded.layers[0].pages, index.slots)
     expected = TorchRef().attend(query, expanded.layers[0].pages, params, index)
     assert torch.allclose(out, expected, atol=1e-4)
+
+
+@each_dtype
+@pytest.mark.parametrize("name", FAMILIES)
+def test_weights_that_were_absorbed_are_let_go(name: str, dtype: torch.dtype) -> None:
+    """Nothing expands latents any more, so the layers that did would be packed and kept for nothing."""
+    model = make(name, dtype)
+    expanders = sum(hasattr(module, "expand_kv") for module in model.modules())
+    before = sum(parameter.numel() for parameter in model.parameters())
+    weights = absorb_latents(model, specs_of(expanders, dtype), TorchRef())
+    absorbed = sum(item.key.numel() + item.value.numel() for item in weights.values())
+    assert absorbed > 0
+    assert before - sum(parameter.numel() for parameter in model.parameters()) == absorbed
+    with pytest.raises(ModelRefusedError, match="outside of `expand_kv`"):
+        model(torch.tensor([[1, 2, 3]]))

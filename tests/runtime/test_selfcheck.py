@@ -12,10 +12,10 @@ import torch
 from families.configs import build
 from ostinato.errors import ModelRefusedError
 from ostinato.ids import HOLE
-from ostinato.runtime import attention_hook, selfcheck
+from ostinato.runtime import attention_hook, load, selfcheck
 from ostinato.runtime.load import build_runtime
 from ostinato.runtime.runner import ModelRunner
-from ostinato.runtime.scans import CpuScans
+from ostinato.runtime.scans import CpuScans, TorchScans
 from ostinato.runtime.scans.base import StateIndex
 from ostinato.scheduler.plan import StatePlan, StepPlan
 
@@ -27,11 +27,11 @@ def test_recurrent_state_is_driven_through_every_schedule(name: str, monkeypatch
     plans: list[tuple[int, int, StatePlan]] = []
     logits = ModelRunner.logits
 
-    def noting(self: ModelRunner, plan: StepPlan) -> Any:
+    def noting(self: ModelRunner, plan: StepPlan, every: bool = False) -> Any:
         for sequence in plan.sequences:
             assert sequence.state is not None
             plans.append((sequence.start, sequence.start + len(sequence.tokens), sequence.state))
-        return logits(self, plan)
+        return logits(self, plan, every)
 
     monkeypatch.setattr(ModelRunner, "logits", noting)
     runtime = build_runtime(build(name), max_model_len=LENGTH)
@@ -109,3 +109,14 @@ def test_models_without_choices_are_judged_by_their_worst_row() -> None:
         for chooses in (False, True):
             with pytest.raises(ModelRefusedError, match="logits differ"):
                 selfcheck.check(prepared, layout, replace(expected, chooses=chooses))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "mamba"])
+def test_scans_without_a_compiler_are_invariant_too(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "select_scans", lambda: (TorchScans(), "torch_scans"))
+    assert build_runtime(build(name, dtype), max_model_len=LENGTH).promise.bitwise
+    monkeypatch.setattr(TorchScans, "invariant", False)
+    assert not build_runtime(build(name, dtype), max_model_len=LENGTH).promise.bitwise

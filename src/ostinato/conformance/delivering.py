@@ -6,6 +6,7 @@ Each check is a function of a :class:`Subject`; its docstring is the contract th
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
@@ -19,7 +20,7 @@ from ostinato.connectors.api import Ownership
 from ostinato.ids import GroupId
 
 TRIES: Final = 4
-"""A tier need not take everything at once; what is asked for so often it should have."""
+"""A tier need not take everything at once, and may believe for some seconds that it has not; then it should have it."""
 LENGTH: Final = 13 * UNIT + 5
 
 
@@ -30,7 +31,8 @@ def is_asked(bench: Bench) -> bool:
 def reuse(bench: Bench, prompt: Sequence[int], salt: str = "") -> int:
     """Tokens that come back from below once the device has forgotten ``prompt``, in the best of some tries."""
     best = 0
-    for _ in range(TRIES):
+    for pause in range(TRIES):
+        time.sleep(pause)
         bench.serve(prompt, salt=salt)
         bench.forget()
         best = max(best, bench.lower(bench.serve(prompt, 3, salt)))

@@ -188,7 +188,9 @@ class WatchedMover:
         count = len(order.moves)
         wrong = [index for index in report.failed if type(index) is not int or not 0 <= index < count]
         if wrong:
-            raise Violation(f"tier {tier}: a report names move {wrong[0]} as failed; the order has {count} moves, from 0")
+            raise Violation(
+                f"tier {tier}: a report names move {wrong[0]} as failed; the order has {count} moves, from 0"
+            )
         self._watch.reports += 1
         done = count - len(set(report.failed))
         if order.kind.value == "load":

@@ -62,7 +62,7 @@ class RankMemory:
     def submit(self, order: TransferOrder) -> None:
         if order.kind is JobKind.LOAD:
             self._loads[order.job_id] = order
-        self.movers[order.tier].submit(order)
+        self.movers[order.tier].submit(_as_sent(order))
 
     def collect(self, rank: int) -> list[TransferReport]:
         reports = [report for mover in self.movers.values() for report in mover.poll()]
@@ -91,6 +91,13 @@ class RankMemory:
                 f"byte {offset} of device page {page} was changed although no load of it is under way: a mover may "
                 "write only the bytes that a load names, and none after its report or after close()"
             )
+
+
+def _as_sent(order: TransferOrder) -> TransferOrder:
+    """The order as it arrives in another process: its slots are numbers and nothing else."""
+    moves = tuple(replace(move, device_slot=SlotId(int(move.device_slot))) for move in order.moves)
+    blocks = tuple(tuple(SlotId(int(slot)) for slot in row) for row in order.blocks)
+    return replace(order, moves=moves, blocks=blocks)
 
 
 class FakeWorkers:

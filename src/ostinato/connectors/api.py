@@ -54,11 +54,15 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where a connector works: the cache layout, the identity of its records, and how many worker ranks there are."""
+    """Where a connector works: the cache layout, the identity of its records, and how many worker ranks there are.
+
+    ``model``: what people call the model; means nothing to the cache.
+    """
 
     layout: CacheLayout
     identity: RecordIdentity
     world_size: int = 1
+    model: str = ""
 
 
 class DevicePages(Protocol):

@@ -37,9 +37,7 @@ class FaultyMover:
     It notifies nobody of a report that was late: the worker finds it when it looks again.
     """
 
-    def __init__(
-        self, inner: Mover, device: DevicePages, faults: Faults, counts: Counter[str], rank: int = 0
-    ) -> None:
+    def __init__(self, inner: Mover, device: DevicePages, faults: Faults, counts: Counter[str], rank: int = 0) -> None:
         self.inner = inner
         self._device = device
         self._faults = faults

@@ -11,14 +11,15 @@ it; owned children, such as host memory, follow their own mode either way).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from ostinato.cache.keys import BlockKey
-from ostinato.connectors.api import Capabilities, Connector, DevicePages, Mover, Ownership, Site
+from ostinato.connectors.api import Capabilities, Connector, Ownership
 from ostinato.connectors.context import KVConnectorSchedulerContext
+from ostinato.connectors.forwarding import ForwardingConnector
 from ostinato.errors import ConfigError
-from ostinato.ids import RequestId, Step, TierId
+from ostinato.ids import TierId
 
 POLICIES: Final = ("all", "first")
 
@@ -64,51 +65,20 @@ def _take_turns(children: Sequence[Connector]) -> tuple[Connector, ...]:
     return tuple(turns)
 
 
-class _Turn(Connector):
+class _Turn(ForwardingConnector):
     """A child that is offered what the children before it left; everything else goes straight to it.
 
     The core offers one batch of keys to the children in order, so what was wanted last is what matters.
     """
 
     def __init__(self, child: Connector, before: tuple[_Turn, ...]) -> None:
-        self.capabilities = child.capabilities
+        super().__init__(child)
         self.wanted: frozenset[BlockKey] = frozenset()
-        self._child = child
         self._before = before
-
-    def open(self, site: Site) -> None:
-        self._child.open(site)
-
-    def make_mover(self, device: DevicePages, notify: Callable[[], None]) -> Mover:
-        return self._child.make_mover(device, notify)
-
-    def probe(self, keys: Sequence[BlockKey]) -> Sequence[bool] | None:
-        return self._child.probe(keys)
 
     def offer(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
         taken = frozenset[BlockKey]().union(*(turn.wanted for turn in self._before))
         left = [key for key in keys if key not in taken]
-        wants = dict(zip(left, self._child.offer(left), strict=True)) if left else {}
+        wants = dict(zip(left, self.inner.offer(left), strict=True)) if left else {}
         self.wanted = frozenset(key for key, wanted in wants.items() if wanted)
         return [wants.get(key, False) for key in keys]
-
-    def refuted(self, keys: Sequence[BlockKey]) -> None:
-        self._child.refuted(keys)
-
-    def bind(self, context: KVConnectorSchedulerContext) -> None:
-        self._child.bind(context)
-
-    def on_admit(self, request_id: RequestId, tokens: int) -> None:
-        self._child.on_admit(request_id, tokens)
-
-    def on_commit(self, request_id: RequestId, computed: int) -> None:
-        self._child.on_commit(request_id, computed)
-
-    def on_release(self, request_id: RequestId) -> None:
-        self._child.on_release(request_id)
-
-    def on_step_end(self, step: Step) -> None:
-        self._child.on_step_end(step)
-
-    def close(self) -> None:
-        self._child.close()

@@ -22,7 +22,7 @@ All numbers little-endian.  The checksum is against accidents, not against an at
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final, TypeAlias
@@ -35,8 +35,12 @@ MAGIC: Final = b"OSTINREC"
 VERSION: Final = 1
 TRAILER_BYTES: Final = 192
 _FIELDS: Final = struct.Struct("<8sHHIQQ32s32s32s")
+_START: Final = struct.Struct("<8sHHIQ")
+"""Of ``_FIELDS``, what comes before the ordinal, which a reader does not know."""
+_NAMES: Final = _START.size + 8
 _DIGEST_BYTES: Final = 16
 _USED: Final = _FIELDS.size + _DIGEST_BYTES
+_REST: Final = bytes(TRAILER_BYTES - _USED)
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -68,29 +72,41 @@ class RecordIdentity:
 def seal(identity: RecordIdentity, key: BlockKey, ordinal: int, payload: Iterable[Buffer]) -> bytes:
     """The trailer of a record whose payload is ``payload``, in pieces."""
     pieces = list(payload)
-    length = sum(memoryview(piece).nbytes for piece in pieces)
     fields = _FIELDS.pack(
-        MAGIC, VERSION, key.group, 0, length, ordinal, key.digest, identity.layout, identity.namespace
+        MAGIC, VERSION, key.group, 0, _length(pieces), ordinal, key.digest, identity.layout, identity.namespace
     )
-    return (fields + _checksum(pieces, fields)).ljust(TRAILER_BYTES, b"\0")
+    return fields + _checksum(pieces, fields) + _REST
 
 
 def check(identity: RecordIdentity, key: BlockKey, payload: Iterable[Buffer], trailer: Buffer) -> Fault | None:
     """None when ``payload`` is what was stored under ``key`` by an engine of this identity."""
-    pieces = list(payload)
-    if len(trailer) != TRAILER_BYTES:
-        return Fault.TRUNCATED
-    raw = bytes(trailer)
-    magic, version, group, zero, length, _, digest, layout, namespace = _FIELDS.unpack_from(raw)
-    if magic != MAGIC or version != VERSION or zero or any(raw[_USED:]):
-        return Fault.FORMAT
-    if (group, digest, layout, namespace) != (key.group, key.digest, identity.layout, identity.namespace):
-        return Fault.IDENTITY
-    if length != sum(memoryview(piece).nbytes for piece in pieces):
-        return Fault.TRUNCATED
+    pieces, raw = list(payload), bytes(trailer)
+    length, names = _length(pieces), key.digest + identity.layout + identity.namespace
+    start = _START.pack(MAGIC, VERSION, key.group, 0, length)
+    if not (raw.startswith(start) and raw[_NAMES : _FIELDS.size] == names and raw[_USED:] == _REST):
+        return _difference(raw, key, names)
     if raw[_FIELDS.size : _USED] != _checksum(pieces, raw[: _FIELDS.size]):
         return Fault.CHECKSUM
     return None
+
+
+def _difference(raw: bytes, key: BlockKey, names: bytes) -> Fault:
+    """What is wrong with a trailer that is not the expected one."""
+    if len(raw) != TRAILER_BYTES:
+        return Fault.TRUNCATED
+    magic, version, group, zero, _ = _START.unpack_from(raw)
+    if magic != MAGIC or version != VERSION or zero or raw[_USED:] != _REST:
+        return Fault.FORMAT
+    if group != key.group or raw[_NAMES : _FIELDS.size] != names:
+        return Fault.IDENTITY
+    return Fault.TRUNCATED
+
+
+def _length(pieces: Sequence[Buffer]) -> int:
+    total = 0
+    for piece in pieces:
+        total += memoryview(piece).nbytes
+    return total
 
 
 def _checksum(payload: Iterable[Buffer], fields: bytes) -> bytes:

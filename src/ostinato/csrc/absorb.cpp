@@ -2,10 +2,9 @@
 #include "absorb.h"
 
 #include <algorithm>
-#include <memory>
-#include <new>
 
 #include "operators.h"
+#include "tasks.h"
 
 namespace ostinato {
 namespace {
@@ -22,15 +21,6 @@ AbsorbKernel absorb_kernel(int64_t isa, int dtype) {
     default:
       return portable_absorb().run[dtype];
   }
-}
-
-struct Release {
-  void operator()(float* memory) const { ::operator delete[](memory, std::align_val_t{64}); }
-};
-
-std::unique_ptr<float, Release> scratch_for(int64_t inner) {
-  const size_t bytes = static_cast<size_t>(absorb_scratch_floats(inner)) * sizeof(float);
-  return std::unique_ptr<float, Release>(static_cast<float*>(::operator new[](bytes, std::align_val_t{64})));
 }
 
 void check_operands(const Tensor& x, const Tensor& w, const Tensor& out) {
@@ -51,22 +41,17 @@ void check_operands(const Tensor& x, const Tensor& w, const Tensor& out) {
 }
 
 void absorb(const Tensor x, const Tensor w, Tensor out, int64_t isa) {
-  constexpr int64_t kWorthThreads = 1 << 18;  // multiply-adds; less than this is done before a thread wakes up
   check_operands(x, w, out);
   const AbsorbProblem problem = {x.data_ptr(),  x.stride(0),   x.stride(1), w.data_ptr(), out.data_ptr(),
                                  out.stride(0), out.stride(1), x.size(2),   out.size(2),  w.size(1)};
   const AbsorbKernel kernel = absorb_kernel(isa, dtype_index(x));
   const int64_t rows = x.size(0);
   const int64_t blocks = (rows + kAbsorbRows - 1) / kAbsorbRows;
-  const int64_t tasks = x.size(1) * blocks;
-  const int64_t cost = std::max<int64_t>(1, std::min(rows, kAbsorbRows) * problem.inner * problem.columns);
+  const int64_t cost = rows * x.size(1) * problem.inner * problem.columns;
   // Blocks of one head come one after another, so that its matrix is read from memory once.
-  torch::stable::parallel_for(0, tasks, std::max<int64_t>(1, kWorthThreads / cost), [&](int64_t begin, int64_t end) {
-    const auto scratch = scratch_for(problem.inner);
-    for (int64_t task = begin; task < end; ++task) {
-      const int64_t first = task % blocks * kAbsorbRows;
-      kernel(problem, {task / blocks, first, std::min(kAbsorbRows, rows - first), scratch.get()});
-    }
+  run_tasks(x.size(1) * blocks, cost, absorb_scratch_floats(problem.inner), [&](int64_t task, float* memory) {
+    const int64_t first = task % blocks * kAbsorbRows;
+    kernel(problem, {task / blocks, first, std::min(kAbsorbRows, rows - first), memory});
   });
 }
 

@@ -1,42 +1,14 @@
 // Operator paged_attention: checks its arguments, cuts the batch into tasks, runs them on torch's thread pool.
 // Everything that can be wrong is refused here, before a task starts; tasks cannot fail.
 #include "operators.h"
+#include "tasks.h"
 
 #include <algorithm>
-#include <atomic>
 #include <memory>
-#include <new>
 #include <vector>
 
 namespace ostinato {
 namespace {
-
-// Memory of one thread, kept between calls: an allocation per layer and step would fault its pages in every time.
-class Scratch {
- public:
-  float* reserve(int64_t floats) {
-    if (floats > capacity_) {
-      memory_.reset();
-      capacity_ = 0;
-      memory_.reset(static_cast<float*>(::operator new[](static_cast<size_t>(floats) * sizeof(float), kAlignment)));
-      capacity_ = floats;
-    }
-    return memory_.get();
-  }
-
- private:
-  static constexpr std::align_val_t kAlignment{64};
-  struct Release {
-    void operator()(float* memory) const { ::operator delete[](memory, kAlignment); }
-  };
-  std::unique_ptr<float, Release> memory_;
-  int64_t capacity_ = 0;
-};
-
-float* thread_scratch(int64_t floats) {
-  thread_local Scratch scratch;
-  return scratch.reserve(floats);
-}
 
 struct Batch {
   const int32_t* cu_q;      // [sequences + 1]
@@ -150,45 +122,21 @@ void add_split_tasks(const AttentionProblem& problem, float* states, Plan* plan)
   }
 }
 
-// Threads take the next item when they are done with one: causal tasks differ in length, and cores may be shared.
-template <class Body>
-void for_each_item(int64_t count, int64_t threads, int64_t scratch_floats, const Body& body) {
-  if (threads <= 1 || count <= 1) {
-    float* memory = thread_scratch(scratch_floats);
-    for (int64_t item = 0; item < count; ++item) {
-      body(item, memory);
-    }
-    return;
-  }
-  std::atomic<int64_t> next{0};
-  torch::stable::parallel_for(0, std::min(count, threads), 1, [&](int64_t, int64_t) {
-    float* memory = thread_scratch(scratch_floats);
-    for (int64_t item = next.fetch_add(1); item < count; item = next.fetch_add(1)) {
-      body(item, memory);
-    }
-  });
-}
-
 void run(const AttentionProblem& problem, const Batch& batch, const KernelTable& kernels, int dtype) {
-  constexpr int64_t kWorthThreads = 1 << 18;  // multiply-adds; less than this is done before a thread wakes up
-  int64_t threads = torch::stable::get_num_threads();
-  Plan plan = make_plan(problem, batch, threads);
+  Plan plan = make_plan(problem, batch, torch::stable::get_num_threads());
   std::unique_ptr<float[]> states(plan.state_floats > 0 ? new float[static_cast<size_t>(plan.state_floats)] : nullptr);
   add_split_tasks(problem, states.get(), &plan);
   int64_t cost = 0;
   for (const AttentionTask& task : plan.tasks) {
     cost += task.cost * (problem.keys.dim + problem.values.dim);
   }
-  if (cost < kWorthThreads) {
-    threads = 1;
-  }
   std::stable_sort(plan.tasks.begin(), plan.tasks.end(),
                    [](const AttentionTask& a, const AttentionTask& b) { return a.cost > b.cost; });
   const int64_t scratch_floats = kernels.scratch_floats(problem);
-  for_each_item(static_cast<int64_t>(plan.tasks.size()), threads, scratch_floats, [&](int64_t item, float* memory) {
+  run_tasks(static_cast<int64_t>(plan.tasks.size()), cost, scratch_floats, [&](int64_t item, float* memory) {
     kernels.attend[dtype](problem, plan.tasks[static_cast<size_t>(item)], memory);
   });
-  for_each_item(static_cast<int64_t>(plan.splits.size()), threads, scratch_floats, [&](int64_t item, float* memory) {
+  run_tasks(static_cast<int64_t>(plan.splits.size()), cost, scratch_floats, [&](int64_t item, float* memory) {
     const SplitBlock& split = plan.splits[static_cast<size_t>(item)];
     const int64_t parts = split.task.part_end - split.task.part_begin;
     kernels.merge[dtype](problem, split.task, states.get() + split.first_state, parts, memory);

@@ -57,8 +57,9 @@ def build_engine(
     layout = runtime.layout
     pages, max_model_len = _sizes(runtime, config)
     tiers = make_tiers(config) if connectors is None else expand(connectors)
+    identity = RecordIdentity(layout.fingerprint(), _namespace(runtime, "").seed())
     for connector in tiers:
-        connector.open(Site(layout, RecordIdentity(layout.fingerprint(), _namespace(runtime, "").seed())))
+        connector.open(Site(layout, identity, model=runtime.name))
     core = _core(layout, config, pages, tiers)
     hierarchy = CacheHierarchy(core, _seeder(runtime), clock)
     worker = make_worker(runtime, pages, {}, poison=config.check_invariants)

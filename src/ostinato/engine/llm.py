@@ -22,7 +22,7 @@ from ostinato.engine.build import BuiltEngine, build_engine, device_bytes, vocab
 from ostinato.engine.live import Prompt
 from ostinato.engine.outputs import RequestOutput
 from ostinato.engine.startup import StartupReport
-from ostinato.errors import ConfigError, RequestError
+from ostinato.errors import ConfigError, RequestError, StoppedError
 from ostinato.hierarchy.stats import snapshot
 from ostinato.observe.stats import CacheStats
 from ostinato.runtime.load import Runtime, load_runtime
@@ -31,6 +31,8 @@ from ostinato.sampling_params import SamplingParams
 
 PromptLike: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``."""
+CLOSE_S: Final = 10.0
+"""How long closing waits for stores that were not begun."""
 _FORMS: Final = (
     'a prompt is text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; give one, or a list of them'
 )
@@ -64,6 +66,7 @@ class LLM:
         self._built = build_engine(runtime, config, tiers)
         self._ids = itertools.count()
         self._closed = False
+        self._interrupted = False
 
     @property
     def startup(self) -> StartupReport:
@@ -120,11 +123,19 @@ class LLM:
         """Blocks by tier and state, and what was transferred since start."""
         return snapshot(self._built.hierarchy.core)
 
+    def interrupt(self) -> None:
+        """Make :meth:`generate` raise StoppedError after the step that runs now.  From any thread or signal handler."""
+        self._interrupted = True
+
     def close(self) -> None:
-        """Stop the tiers' threads, then the tiers.  Calling it again does nothing."""
+        """Let the tiers take what they were to have, stop their threads, then them.  Calling it again does nothing.
+
+        What a disk tier was to have of finished requests survives the process afterwards, unless it takes more than
+        ``CLOSE_S`` seconds.
+        """
         if not self._closed:
             self._closed = True
-            self._built.engine.close()
+            self._built.engine.close(CLOSE_S)
             close_all(self._built.connectors)
 
     def __enter__(self) -> LLM:
@@ -141,6 +152,9 @@ class LLM:
         while len(done) < len(names):
             if not engine.has_work:
                 raise RequestError("some of the requests were aborted, so that there are not outputs for all prompts")
+            if self._interrupted:
+                self._interrupted = False
+                raise StoppedError("generating was stopped from outside")
             for output in engine.step():
                 done[output.request_id] = output
                 if on_finished is not None:

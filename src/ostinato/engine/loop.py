@@ -8,6 +8,7 @@ nothing here blocks, except a step in which there is nothing to do but wait for 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Final, Protocol
@@ -151,16 +152,23 @@ class Engine:
             self._idle()
         return finished
 
-    def drain(self) -> None:
+    def drain(self, patience_s: float = math.inf) -> None:
         """Carry out transfers that are still open, without any request; those in doubt are not waited for."""
-        while self._transfers_open():
+        deadline = time.monotonic() + patience_s
+        while self._transfers_open() and time.monotonic() < deadline:
             self.step()
             if self._transfers_open():
-                self.executor.wait(IDLE_WAIT_S)
+                self.executor.wait(min(IDLE_WAIT_S, max(0.0, deadline - time.monotonic())))
 
-    def close(self) -> None:
+    def close(self, drain_s: float = 0.0) -> None:
+        """Abort what runs; for up to ``drain_s`` seconds, let the tiers take what they were to have.  Never raises."""
         for request_id in list(self._live):
             self.abort(request_id)
+        if drain_s and not self._unusable:
+            try:
+                self.drain(drain_s)
+            except Exception:
+                log.exception("what the tiers were to have may be lost: the engine failed while closing")
         self._unusable = self._unusable or "it was closed"
         self.executor.close()
 

@@ -5,7 +5,7 @@ connector does with it.  Thread: the scheduler's only.
 
 An order carries the blocks of all groups *by position*, holes kept, as the table has them now; its moves name only what
 is held, and each page is pinned once, however often it is named: in the row, and again as a checkpoint that was just
-handed over.
+handed over.  A unit that another request published first is read from the page under that key: the bytes are the same.
 """
 
 from __future__ import annotations

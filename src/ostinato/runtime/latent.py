@@ -64,6 +64,7 @@ class _RefusalError(Exception):
 def absorb_latents(model: PreTrainedModel, specs: ModelSpecs, backend: AttentionBackend) -> Mapping[int, LatentWeights]:
     """The weights of every latent layer of ``model``, by layer, in the form that ``backend`` takes.
 
+    The linear layers that they came from are gone then: ``model`` can run through :func:`hand_over_latents` only.
     Raises :class:`ModelRefusedError` when a layer's expansion is something else than described above.
     """
     weights = {}
@@ -71,7 +72,9 @@ def absorb_latents(model: PreTrainedModel, specs: ModelSpecs, backend: Attention
         if shape is None or not shape.latent:
             continue
         try:
-            weights[shape.layer] = _absorb(_expander(model, shape.layer), shape, specs.dtype, backend)
+            expander = _expander(model, shape.layer)
+            weights[shape.layer] = _absorb(expander, shape, specs.dtype, backend)
+            _free_expansion(expander, shape, specs.dtype)
         except _RefusalError as reason:
             raise ModelRefusedError(
                 f"{type(model).__name__} cannot be served: layer {shape.layer} caches a latent, but {reason}"
@@ -145,6 +148,29 @@ def _expand(module: nn.Module, rows: Tensor, rank: int) -> tuple[Tensor, Tensor]
     with torch.no_grad():
         key, value = expanding.expand_kv(rows[None, None, :, :rank], rows[None, None, :, rank:])
     return key[0], value[0]
+
+
+class _Absorbed(nn.Module):
+    """Stands where a linear layer was whose weights live on in absorbed form."""
+
+    def forward(self, *_: Any) -> Tensor:
+        raise ModelRefusedError("this model cannot be served: it expands latents outside of `expand_kv` as well")
+
+
+def _free_expansion(module: nn.Module, shape: LayerGeometry, dtype: torch.dtype) -> None:
+    """Let go of the linear layers that expand a latent: nobody asks for that any more."""
+    used: list[nn.Module] = []
+    linears = [child for child in module.modules() if type(child) is nn.Linear]
+    handles = [linear.register_forward_hook(lambda linear, *_: used.append(linear)) for linear in linears]
+    try:
+        _expand(module, torch.zeros(1, shape.key_dim + shape.value_dim, dtype=dtype), shape.key_dim)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if any(child is linear for linear in used):
+                setattr(parent, name, _Absorbed())
 
 
 def _rotary_columns(key: Tensor, rank: int, rotary: int) -> int:

@@ -1,10 +1,10 @@
 """The C++ library: compiled once per machine and torch version, then loaded from the user's cache folder.
 
 Owns: finding a compiler, building ``ostinato/csrc/*.cpp``, the cache folder, loading the operators into
-``torch.ops.ostinato``.  Does not own: what the operators do, or what runs without them.
+``torch.ops.ostinato``, choosing an instruction set.  Does not own: what the operators do, or what runs without them.
 
 Invariants: a library in the cache is whole (it is built aside and renamed into place), and its folder is named by a
-digest of everything that went into it, so a stale one is never loaded.  Nothing here raises: a machine without a
+digest of everything that went into it, so a stale one is never loaded.  :func:`load` never raises: a machine without a
 compiler gets a reason, and runs on torch alone.
 
 Thread: call :func:`load` from one thread at start-up; its result is kept for the process.
@@ -28,6 +28,8 @@ from enum import IntEnum
 from pathlib import Path
 
 import torch
+
+from ostinato.errors import ConfigError
 
 SOURCES = Path(__file__).resolve().parent.parent / "csrc"
 LIBRARY_NAME = "ostinato_native.so"
@@ -79,6 +81,23 @@ def load() -> tuple[NativeLibrary | None, str]:
     except (OSError, RuntimeError) as error:
         return None, f"the C++ library could not be built or loaded: {error}".splitlines()[0]
     return NativeLibrary(path, best), ""
+
+
+def chosen_isa(best: Isa) -> Isa:
+    """``best``, or what ``OSTINATO_ISA`` names.
+
+    Raises:
+        ConfigError: that instruction set does not exist, or this machine lacks it.
+    """
+    wanted = os.environ.get("OSTINATO_ISA", "")
+    if not wanted:
+        return best
+    levels = {level.name.lower(): level for level in Isa if level is not Isa.AUTO}
+    if wanted not in levels:
+        raise ConfigError(f"OSTINATO_ISA={wanted}: choose one of {', '.join(levels)}")
+    if levels[wanted] > best:
+        raise ConfigError(f"OSTINATO_ISA={wanted}: this machine has {best.name.lower()} at most")
+    return levels[wanted]
 
 
 def find_compiler() -> str | None:

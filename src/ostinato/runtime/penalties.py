@@ -23,10 +23,11 @@ from ostinato.scheduler.plan import Past
 class History:
     """The tokens of one request as its penalties see them.
 
-    ``prompt``: ids in the prompt, each once.  ``output``: all sampled tokens in order; ``counts``: how often each.
+    ``prompt``: ids in the prompt, each once (a tensor, since they may be thousands and do not change).  ``output``: all
+    sampled tokens in order; ``counts``: how often each.
     """
 
-    prompt: tuple[int, ...] = ()
+    prompt: torch.Tensor | None = None
     output: list[int] = field(default_factory=list)
     counts: dict[int, int] = field(default_factory=dict)
 
@@ -35,7 +36,8 @@ class History:
         """The history that a plan carries; an empty one for a request that needs none."""
         history = cls()
         if past is not None:
-            history.prompt = past.prompt
+            if past.prompt:
+                history.prompt = torch.tensor(past.prompt, dtype=torch.long)
             for token in past.output:
                 history.push(token)
         return history
@@ -97,15 +99,15 @@ def _begun(words: tuple[int, ...], output: list[int]) -> bool:
 
 def _penalise(values: torch.Tensor, params: SamplingParams, history: History) -> None:
     """In place: repetition scales towards less likely, frequency and presence are subtracted."""
+    ids = torch.tensor(list(history.counts), dtype=torch.long)
     if params.repetition_penalty != 1:
-        seen = torch.tensor(sorted(history.counts.keys() | set(history.prompt)), dtype=torch.long)
+        # All are read before any is written, so a token of prompt and output is penalised once.
+        seen = ids if history.prompt is None else torch.cat((history.prompt, ids))
         old = values[seen]
-        penalty = torch.tensor(params.repetition_penalty, dtype=torch.float32)
         # Clamped, so that an absurd penalty leaves numbers; what is forbidden stays so.
-        new = torch.where(old > 0, old / penalty, old * penalty).nan_to_num_(0.0)
+        new = torch.where(old > 0, old / params.repetition_penalty, old * params.repetition_penalty).nan_to_num_(0.0)
         values[seen] = torch.where(old.isfinite(), new, old)
-    if history.counts:
-        ids = torch.tensor(list(history.counts), dtype=torch.long)
+    if history.counts and (params.frequency_penalty or params.presence_penalty):
         counts = torch.tensor(list(history.counts.values()), dtype=torch.float32)
         values[ids] -= counts * params.frequency_penalty
         values[ids] -= params.presence_penalty

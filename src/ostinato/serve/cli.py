@@ -16,6 +16,7 @@ from rich.console import Console
 
 from ostinato import __version__
 from ostinato.errors import OstinatoError, RequestError
+from ostinato.serve.cache import app as cache_app
 
 app: Final = typer.Typer(
     help="An LLM inference engine in which a prompt's prefix is not computed twice.",
@@ -23,6 +24,8 @@ app: Final = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+
+app.add_typer(cache_app, name="cache")
 
 _PIPE_WIDTH: Final = 120
 Tiers = Annotated[
@@ -111,13 +114,15 @@ def generate(
 def _generate(model: str, prompts: list[str], sampling: Any, options: dict[str, Any], console: Console) -> None:
     from ostinato.config import EngineConfig
     from ostinato.serve.early import check_early
+    from ostinato.serve.stopping import stoppable
     from ostinato.serve.tables import Bars, print_startup
 
     bars = Bars(console)
     check_early(EngineConfig(model=model, **options), bars)
     from ostinato.engine.llm import LLM
 
-    with LLM(model, progress=bars, **options) as llm:
+    with stoppable() as stopper, LLM(model, progress=bars, **options) as llm:
+        stopper.watch(llm)
         print_startup(llm.startup, console)
         bars.start(len(prompts), "generating")
         outputs = llm.generate(list(prompts), sampling, on_finished=lambda _: bars.advance(1))
@@ -154,9 +159,12 @@ def demo(
     # The demo sizes its device pool by its prompts.
     check_early(EngineConfig(model=model, dtype=dtype, kv=tuple(kv or ()), kv_cache_memory=0), Bars(console))
     from ostinato.serve.demo.run import DemoOptions, run_demo
+    from ostinato.serve.stopping import stoppable
 
     options = DemoOptions(model=model, dtype=dtype, full=full, extra_tiers=tuple(kv or ()), json_path=json)
-    if not run_demo(options, console):
+    with stoppable():
+        good = run_demo(options, console)
+    if not good:
         raise typer.Exit(1)
 
 

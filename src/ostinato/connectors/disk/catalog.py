@@ -12,7 +12,18 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
-from ostinato.connectors.disk.format import END, IDENTITY, MAX_FRAME_PUTS, NAME_BYTES, PUT, SLAB, Frame, Kind
+from ostinato.connectors.disk.format import (
+    END,
+    IDENTITY,
+    MAX_FRAME_PUTS,
+    MAX_MODEL_BYTES,
+    MODEL,
+    NAME_BYTES,
+    PUT,
+    SLAB,
+    Frame,
+    Kind,
+)
 from ostinato.connectors.disk.index import Entry, Index
 from ostinato.connectors.disk.slabs import MAX_SLOTS, Slab, SlabClass
 from ostinato.connectors.record import RecordIdentity
@@ -38,6 +49,8 @@ class Catalog:
     slabs: dict[int, Slab] = field(default_factory=dict)
     classes: dict[int, SlabClass] = field(default_factory=dict)
     owners: dict[int, Owner] = field(default_factory=dict)
+    models: dict[int, str] = field(default_factory=dict)
+    """What people call the model of an owner."""
     next_slab: int = 0
     now: int = 0xFFFFFFFF
     """Uses later than this are taken for now: the clock was wrong."""
@@ -65,6 +78,8 @@ class Catalog:
             case Kind.IDENTITY if len(body) == IDENTITY.size:
                 number, _, layout, namespace, mark = IDENTITY.unpack(body)
                 self.owners[number] = Owner(RecordIdentity(layout, namespace), mark)
+            case Kind.MODEL if MODEL.size <= len(body) <= MODEL.size + MAX_MODEL_BYTES:
+                self.models[MODEL.unpack_from(body)[0]] = bytes(body[MODEL.size :]).decode(errors="replace")
             case Kind.END if len(body) == END.size:
                 self.next_slab = max(self.next_slab, END.unpack(body)[1])
 
@@ -86,6 +101,7 @@ class Catalog:
     def forget_unused_owners(self) -> None:
         used = {entry.identity for entry in self.index}
         self.owners = {number: owner for number, owner in self.owners.items() if number in used}
+        self.models = {number: model for number, model in self.models.items() if number in used}
 
     def slots(self) -> int:
         return sum(slab.slots for slab in self.slabs.values())
@@ -100,6 +116,8 @@ class Catalog:
         """A snapshot of all that is durable."""
         for number, owner in self.owners.items():
             yield Kind.IDENTITY, identity_body(number, owner)
+        for number, model in self.models.items():
+            yield Kind.MODEL, model_body(number, model)
         for slab in self.slabs.values():
             yield Kind.SLAB, slab_body(slab)
         count = 0
@@ -137,3 +155,7 @@ def slab_body(slab: Slab) -> bytes:
 
 def identity_body(number: int, owner: Owner) -> bytes:
     return IDENTITY.pack(number, any(owner.key_mark), owner.identity.layout, owner.identity.namespace, owner.key_mark)
+
+
+def model_body(number: int, model: str) -> bytes:
+    return MODEL.pack(number) + model.encode(errors="replace")[:MAX_MODEL_BYTES]

@@ -25,7 +25,7 @@ from ostinato.connectors.disk.admission import Admission, Rate
 from ostinato.connectors.disk.codec import Codec, Item, make_codec
 from ostinato.connectors.disk.files import OsFolder
 from ostinato.connectors.disk.follower import Follower
-from ostinato.connectors.disk.format import LOCK_NAME, FutureVersionError
+from ostinato.connectors.disk.format import LOCK_NAME, MAX_MODEL_BYTES, FutureVersionError
 from ostinato.connectors.disk.options import DiskOptions, parse_options
 from ostinato.connectors.disk.requests import serve
 from ostinato.connectors.disk.space import check_budget
@@ -35,7 +35,8 @@ from ostinato.errors import ConnectorError
 from ostinato.ids import TierId
 
 log: Final = logging.getLogger(__name__)
-DRAIN_S: Final = 30.0
+DRAIN_S: Final = 10.0
+"""How long closing goes on with stores that were begun."""
 REFUTED_S: Final = 5.0
 REFRESH_S: Final = 1.0
 """How old the knowledge of another process's folder may be."""
@@ -54,6 +55,7 @@ class DiskConnector(Connector):
         self._codec: Codec | None = None
         self._folder: OsFolder | None = None
         self._sizes: tuple[int, ...] = ()
+        self._model = ""
         self._refuted: dict[BlockKey, float] = {}
         self._following: _Following | None = None
         self._retired: Store | None = None
@@ -71,7 +73,8 @@ class DiskConnector(Connector):
     def open(self, site: Site) -> None:
         options = self._options
         self._sizes = tuple(spec.unit_bytes for spec in site.layout.groups)
-        check_budget(options.budget, self._sizes)
+        self._model = "".join(c for c in site.model if c.isprintable())[:MAX_MODEL_BYTES]
+        check_budget(options.budget, self._sizes, options.direct)
         self._codec = make_codec(site.identity, options.secret)
         try:
             self._folder = OsFolder(options.path)
@@ -145,6 +148,7 @@ class DiskConnector(Connector):
         missing = self._options.budget - store.space.used() - shutil.disk_usage(self._options.path).free
         if missing > 0:
             log.warning("the disk tier may take %d MiB more than %s has", missing >> 20, self._options.path)
+        store.model = self._model
         store.start(lambda: serve(store))
         return store
 

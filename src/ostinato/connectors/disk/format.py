@@ -4,7 +4,7 @@ Owns: the format (``docs/disk-format.md``) and its version.  Does not own: the t
 
 ::
 
-    slot    | payload, L bytes | zeros | seal, 32 bytes | trailer, 192 bytes |          slot_bytes, a multiple of 4096
+    slot    | payload, L bytes | zeros | seal, 32 bytes | trailer, 192 bytes |               see slot_bytes()
     index   | header, 64 bytes | frame | frame | ...
     header  0 magic "OSTINLOG" or "OSTINSNP" | 8 version u16 | 10 zeros | 16 generation u64 | 24 zeros | 56 checksum u64
     frame   0 length of body u32 | 4 kind u8, zeros | 8 body | then checksum u64: XXH3-64 of all before it, seeded with
@@ -26,6 +26,8 @@ from ostinato.connectors.record import TRAILER_BYTES
 
 VERSION: Final = 1
 BLOCK: Final = 4096
+"""What calls past the page cache are aligned to."""
+GRAIN: Final = 64
 SEAL_BYTES: Final = 32
 TAIL_BYTES: Final = SEAL_BYTES + TRAILER_BYTES
 NAME_BYTES: Final = 34
@@ -43,6 +45,9 @@ SLAB: Final = struct.Struct("<IIQ")
 """Number, count of slots, bytes of a slot.  As a body of ``DROP_SLAB``: the same."""
 IDENTITY: Final = struct.Struct("<HH4x32s32s16s")
 """Number, flags (1 = encrypted), layout, namespace, mark of the encryption key (zeros without)."""
+MODEL: Final = struct.Struct("<H")
+"""Identity number, then the model's name for people, UTF-8."""
+MAX_MODEL_BYTES: Final = 120
 END: Final = struct.Struct("<QII")
 """Records of the snapshot, next slab number, zero."""
 _HEADER: Final = struct.Struct("<8sH6xQ32x")
@@ -62,6 +67,7 @@ class Kind(Enum):
     DROP_SLAB = 4
     IDENTITY = 5
     END = 6
+    MODEL = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +104,20 @@ class FutureVersionError(Exception):
     """The index was written by a newer version."""
 
 
-def slot_bytes(length: int) -> int:
-    """Bytes of the slot of a record of ``length`` bytes."""
-    return -(-(length + TAIL_BYTES) // BLOCK) * BLOCK
+def slot_bytes(length: int, direct: bool = False) -> int:
+    """Bytes of the slot of a record of ``length`` bytes.
+
+    Rounded up to a power of two of at most 1/64 of the record and at most 4096: little is wasted on small records, and
+    large ones, which are often replaced one by one, share no block.  ``direct``: to 4096.
+    """
+    size = length + TAIL_BYTES
+    grain = BLOCK if direct else max(GRAIN, min(BLOCK, 1 << (size // 64).bit_length() >> 1))
+    return -(-size // grain) * grain
+
+
+def fits(length: int, slot: int) -> bool:
+    """Whether a slot of ``slot`` bytes may hold a record of ``length`` bytes."""
+    return TAIL_BYTES <= slot - length < TAIL_BYTES + BLOCK
 
 
 def header(magic: bytes, generation: int, version: int = VERSION) -> bytes:

@@ -71,6 +71,7 @@ def replay(folder: Folder, catalog: Catalog) -> Position:
         for slab in list(catalog.slabs.values()):
             catalog.drop_slab(slab)
         catalog.owners.clear()
+        catalog.models.clear()
     logs = [name.number for name in names if name.role == "log"]
     if snapshots:
         return Position(max([*snapshots, *logs]), 0, sound=False)

@@ -21,7 +21,7 @@ from typing import Final, TypeAlias
 from ostinato.connectors.disk.catalog import Catalog
 from ostinato.connectors.disk.codec import Codec, Item
 from ostinato.connectors.disk.crew import Crew
-from ostinato.connectors.disk.format import BLOCK, TAIL_BYTES
+from ostinato.connectors.disk.format import fits
 from ostinato.connectors.disk.index import Entry
 from ostinato.connectors.disk.slab_io import SlabFiles
 from ostinato.connectors.record import Fault
@@ -104,7 +104,7 @@ class RecordReader:
         entry = self.catalog.index.get(name)
         if entry is None or entry.identity != number or entry.length != length:
             return None
-        if not TAIL_BYTES <= entry.slab.slot_bytes - length < TAIL_BYTES + BLOCK:
+        if not fits(length, entry.slab.slot_bytes):
             return None
         entry.pins += 1
         entry.slab.busy += 1

@@ -4,7 +4,8 @@ Owns: open slab files, the vectored calls, aligned buffers for calls past the pa
 whose.  Any thread: a slab's file is closed only when no transfer uses it (``Slab.busy``).
 
 Through the page cache, one call moves many records straight between device pages and the file.  Past it (``direct``),
-they go through an aligned buffer of the thread: device pages are aligned to 64 bytes, the disk wants 4096.
+they go through an aligned buffer of the thread: device pages are aligned to 64 bytes, the disk wants 4096.  Slabs whose
+slots are not multiples of that (made by a process that goes through the page cache) go through it in any case.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 from ostinato.connectors.disk.files import Access, Buffer, File, Folder
-from ostinato.connectors.disk.format import TAIL_BYTES, FileName
+from ostinato.connectors.disk.format import BLOCK, TAIL_BYTES, FileName
 from ostinato.connectors.disk.slabs import Slab
 
 CHUNK_BYTES: Final = 1 << 20
@@ -88,7 +89,7 @@ class SlabFiles:
         size, buffers = slab.slot_bytes, []
         for body, tail in records:
             buffers += [body, tail.rjust(size - len(body), b"\0")]
-        if self.direct:
+        if self._is_direct(slab):
             buffer = self._buffer(len(records) * size)
             place = 0
             for piece in buffers:
@@ -100,7 +101,7 @@ class SlabFiles:
     def read(self, slab: Slab, first: int, bodies: Sequence[memoryview]) -> list[memoryview | None]:
         """Fill ``bodies`` from adjacent slots; the tail of each, None where the slot's filling is not as written."""
         size = slab.slot_bytes
-        if self.direct:
+        if self._is_direct(slab):
             buffer = self._buffer(len(bodies) * size)
             got = self._file(slab).read([buffer], first * size)
             rests = []
@@ -125,11 +126,14 @@ class SlabFiles:
         with self._lock:
             file = self._files.get(slab.number)
             if file is None:
-                file = self._files[slab.number] = self._open(_name(slab))
+                file = self._files[slab.number] = self._open(_name(slab), self._is_direct(slab))
             return file
 
-    def _open(self, name: str) -> File:
-        if self.direct:
+    def _is_direct(self, slab: Slab) -> bool:
+        return self.direct and slab.slot_bytes % BLOCK == 0
+
+    def _open(self, name: str, direct: bool) -> File:
+        if direct:
             try:
                 return self._folder.open(name, self._access, direct=True)
             except OSError as error:

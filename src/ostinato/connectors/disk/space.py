@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable
 from typing import Final
 
-from ostinato.connectors.disk.catalog import Catalog, Owner, identity_body, put_bodies, slab_body
+from ostinato.connectors.disk.catalog import Catalog, Owner, identity_body, model_body, put_bodies, slab_body
 from ostinato.connectors.disk.format import MAX_FRAME_PUTS, Kind, slot_bytes
 from ostinato.connectors.disk.index import Entry
 from ostinato.connectors.disk.journal import Journal, reserve_bytes
@@ -34,9 +34,9 @@ def slab_size(budget: int) -> int:
     return max(budget // 256, min(budget // 16, 256 << 20))
 
 
-def check_budget(budget: int, lengths: Iterable[int]) -> None:
+def check_budget(budget: int, lengths: Iterable[int], direct: bool = False) -> None:
     """Raise CapacityError when ``budget`` bytes cannot hold one record of each of these lengths."""
-    slots = sorted({slot_bytes(length) for length in lengths})
+    slots = sorted({slot_bytes(length, direct) for length in lengths})
     least = sum(slots) + reserve_bytes(len(slots))
     if budget < least:
         raise CapacityError(f"the disk tier's budget of {budget} bytes is too small for this model: at least {least}")
@@ -89,13 +89,16 @@ class Space:
         for start in range(0, len(entries), MAX_FRAME_PUTS):
             self._append(Kind.DROP, b"".join(entry.name for entry in entries[start : start + MAX_FRAME_PUTS]))
 
-    def number_of(self, owner: Owner) -> int:
-        """The owner's number in the index; a new one when it has none."""
+    def number_of(self, owner: Owner, model: str = "") -> int:
+        """The owner's number in the index; a new one when it has none.  ``model``: what people call its model."""
         number = self._catalog.number_of(owner)
         if number is None:
             number = next(number for number in range(1 << 16) if number not in self._catalog.owners)
             self._catalog.owners[number] = owner
             self._append(Kind.IDENTITY, identity_body(number, owner))
+        if model and number not in self._catalog.models:
+            self._catalog.models[number] = model
+            self._append(Kind.MODEL, model_body(number, model))
         return number
 
     def shrink(self, budget: int) -> int:
@@ -131,7 +134,7 @@ class Space:
             self._journal.append(kind, body)
         else:
             self.snapshot()
-            if kind in (Kind.PUT, Kind.IDENTITY):
+            if kind in (Kind.PUT, Kind.IDENTITY, Kind.MODEL):
                 return
             self._journal.append(kind, body)
 

@@ -51,6 +51,8 @@ class DiskStore(RecordReader):
         self.folder = folder
         self.stopped = ""
         """Why nothing is stored any more; empty while all is well."""
+        self.model = ""
+        """What people call the model whose records are written."""
         self._writers = Crew("ostinato-disk-write")
         self._unsynced: list[Entry] = []
         self._unsynced_bytes = 0
@@ -89,7 +91,7 @@ class DiskStore(RecordReader):
             done[place] = self.holds(codec, name) or name in seen
             if not done[place]:
                 seen.add(name)
-                groups.setdefault(slot_bytes(len(item.payload)), []).append((place, name, item))
+                groups.setdefault(slot_bytes(len(item.payload), self.files.direct), []).append((place, name, item))
         try:
             for size, wanted in groups.items():
                 for place in self._write_group(codec, size, wanted):
@@ -103,7 +105,7 @@ class DiskStore(RecordReader):
     def _write_group(self, codec: Codec, size: int, wanted: Sequence[_Wanted]) -> list[int]:
         """Records of one slot size; the places of those that were written."""
         with self.lock:
-            number = self.space.number_of(codec.owner)
+            number = self.space.number_of(codec.owner, self.model)
             runs = self.space.allocate(size, len(wanted))
             for run in runs:
                 run.slab.busy += 1

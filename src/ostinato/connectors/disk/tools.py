@@ -8,6 +8,7 @@ All raise ConnectorError with what to do.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from ostinato.connectors.disk import requests
 from ostinato.connectors.disk.catalog import Catalog, Owner
 from ostinato.connectors.disk.codec import Codec, make_codec
 from ostinato.connectors.disk.files import OsFolder
-from ostinato.connectors.disk.format import BLOCK, LOCK_NAME, TAIL_BYTES, FutureVersionError
+from ostinato.connectors.disk.format import LOCK_NAME, FileName, FutureVersionError, fits
 from ostinato.connectors.disk.index import Entry
 from ostinato.connectors.disk.journal import replay
 from ostinato.connectors.disk.slab_io import SlabFiles
@@ -30,9 +31,13 @@ DROP_AT_ONCE: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class OwnerReport:
-    """Records of one model (identity and encryption key).  ``label`` names it to :func:`remove`."""
+    """Records of one model (identity and encryption key).  ``label`` names it to :func:`remove`.
+
+    ``model``: what people call it; several owners may have the same.  ``last_use``: seconds since 1970.
+    """
 
     label: str
+    model: str
     layout: bytes
     namespace: bytes
     encrypted: bool
@@ -42,13 +47,30 @@ class OwnerReport:
 
 
 @dataclass(frozen=True, slots=True)
+class SlabReport:
+    """All slabs of one slot size."""
+
+    slot_bytes: int
+    slabs: int
+    slots: int
+    used: int
+    payload_bytes: int
+
+    @property
+    def file_bytes(self) -> int:
+        return self.slots * self.slot_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class FolderReport:
-    """``file_bytes``: of all files; ``busy``: a process writes the folder now."""
+    """``file_bytes``: of all files; ``busy``: a process writes the folder now; ``sound``: the index is whole."""
 
     owners: tuple[OwnerReport, ...]
+    usage: tuple[SlabReport, ...]
     file_bytes: int
     slabs: int
     busy: bool
+    sound: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,24 +87,39 @@ class VerifyReport:
 
 
 def inspect(path: str) -> FolderReport:
-    """What is in the folder, by model; reads the index only."""
+    """What is in the folder, by model and by slot size; reads the index only."""
     with _opened(path) as folder:
         catalog = Catalog()
-        replay(folder, catalog)
-        records: Counter[int] = Counter()
-        size: Counter[int] = Counter()
-        used: Counter[int] = Counter()
-        for entry in catalog.index:
-            records[entry.identity] += 1
-            size[entry.identity] += entry.length
-            used[entry.identity] = max(used[entry.identity], entry.used)
-        owners = tuple(
-            OwnerReport(o.label, *_digests(o), any(o.key_mark), records[n], size[n], used[n])
-            for n, o in catalog.owners.items()
-            if records[n]
-        )
-        sizes = folder.sizes()
-        return FolderReport(owners, sum(sizes.values()), len(catalog.slabs), not folder.lock(LOCK_NAME))
+        sound = replay(folder, catalog).sound
+        busy = not folder.lock(LOCK_NAME)
+        file_bytes = sum(folder.sizes().values())
+    entries: dict[int, list[Entry]] = {number: [] for number in catalog.owners}
+    payload: Counter[int] = Counter()
+    for entry in catalog.index:
+        payload[entry.slab.slot_bytes] += entry.length
+        if entry.identity in entries:
+            entries[entry.identity].append(entry)
+    owners = tuple(_owner_report(catalog, number, some) for number, some in entries.items() if some)
+    usage = tuple(
+        SlabReport(size, len(some.slabs), slots, slots - some.free, payload[size])
+        for size, some in sorted(catalog.classes.items())
+        if (slots := sum(slab.slots for slab in some.slabs.values()))
+    )
+    return FolderReport(owners, usage, file_bytes, len(catalog.slabs), busy, sound)
+
+
+def _owner_report(catalog: Catalog, number: int, entries: Sequence[Entry]) -> OwnerReport:
+    owner = catalog.owners[number]
+    return OwnerReport(
+        owner.label,
+        catalog.models.get(number, ""),
+        owner.identity.layout,
+        owner.identity.namespace,
+        any(owner.key_mark),
+        len(entries),
+        sum(entry.length for entry in entries),
+        max(entry.used for entry in entries),
+    )
 
 
 def verify(
@@ -168,7 +205,7 @@ def _find_bad(
 
 
 def _fault(files: SlabFiles, codec: Codec, entry: Entry) -> str | None:
-    if not TAIL_BYTES <= entry.slab.slot_bytes - entry.length < TAIL_BYTES + BLOCK:
+    if not fits(entry.length, entry.slab.slot_bytes):
         return Fault.FORMAT.value
     body = memoryview(bytearray(entry.length))
     try:
@@ -185,15 +222,16 @@ def _codec_of(owner: Owner, secret: bytes | None) -> Codec | None:
     return codec if codec.owner == owner else None
 
 
-def _digests(owner: Owner) -> tuple[bytes, bytes]:
-    return owner.identity.layout, owner.identity.namespace
-
-
 @contextlib.contextmanager
 def _opened(path: str) -> Iterator[OsFolder]:
     folder = None
+    if os.path.islink(path):
+        raise ConnectorError(f"{path} is a link; name the folder itself")
     try:
         folder = OsFolder(path, create=False)
+        roles = {name.role for name in map(FileName.parse, folder.sizes()) if name is not None}
+        if roles.isdisjoint(("log", "snapshot")):  # nothing may be made in, or removed from, any other folder
+            raise ConnectorError(f"{path} is not a disk cache: it has no index")
         yield folder
     except FutureVersionError:
         raise ConnectorError(f"the cache in {path} was written by a newer version") from None

@@ -10,7 +10,6 @@ Thread: start-up.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 
 import torch
@@ -52,21 +51,9 @@ def select_backend(head_shapes: Iterable[tuple[int, int]], dtype: torch.dtype) -
     library, reason = native.load()
     if library is None:
         return reference, f"torch_ref, within tolerance: {reason}"
-    isa = _chosen_isa(library.best_isa)
+    isa = native.chosen_isa(library.best_isa)
     backend = CpuNative(isa)
     for head_dim, value_dim in shapes:
         if refusal := backend.supports(head_dim, value_dim, dtype):
             return reference, f"torch_ref, within tolerance: {refusal}"
     return backend, f"cpu_native ({isa.name.lower()}), bitwise"
-
-
-def _chosen_isa(best: native.Isa) -> native.Isa:
-    wanted = os.environ.get("OSTINATO_ISA", "")
-    if not wanted:
-        return best
-    levels = {level.name.lower(): level for level in native.Isa if level is not native.Isa.AUTO}
-    if wanted not in levels:
-        raise ConfigError(f"OSTINATO_ISA={wanted}: choose one of {', '.join(levels)}")
-    if levels[wanted] > best:
-        raise ConfigError(f"OSTINATO_ISA={wanted}: this machine has {best.name.lower()} at most")
-    return levels[wanted]

@@ -10,9 +10,6 @@ Thread: start-up.
 
 from __future__ import annotations
 
-import os
-
-from ostinato.errors import ConfigError
 from ostinato.runtime import native
 from ostinato.runtime.scans.base import (
     Convolution,
@@ -47,17 +44,5 @@ def select_scans() -> tuple[ScanBackend, str]:
     library, reason = native.load()
     if library is None:
         return TorchScans(), f"torch_scans, slow: {reason}"
-    isa = _chosen_isa(library.best_isa)
+    isa = native.chosen_isa(library.best_isa)
     return CpuScans(isa), f"cpu_scans ({isa.name.lower()}), bitwise"
-
-
-def _chosen_isa(best: native.Isa) -> native.Isa:
-    wanted = os.environ.get("OSTINATO_ISA", "")
-    if not wanted:
-        return best
-    levels = {level.name.lower(): level for level in native.Isa if level is not native.Isa.AUTO}
-    if wanted not in levels:
-        raise ConfigError(f"OSTINATO_ISA={wanted}: choose one of {', '.join(levels)}")
-    if levels[wanted] > best:
-        raise ConfigError(f"OSTINATO_ISA={wanted}: this machine has {best.name.lower()} at most")
-    return levels[wanted]

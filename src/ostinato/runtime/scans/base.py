@@ -131,6 +131,10 @@ class ScanBackend(Protocol):
     def name(self) -> str:
         """Short name, for the start-up table and a tier's fingerprint."""
 
+    @property
+    def invariant(self) -> bool:
+        """Whether results are bitwise independent of chunking, batch, threads and number of stops."""
+
     def convolve(self, call: Convolution, states: Tensor, index: StateIndex) -> Tensor:
         """[rows, channels], contiguous."""
 

@@ -29,6 +29,7 @@ class CpuScans:
     """The C++ backend, on one instruction set."""
 
     name = "cpu_scans"
+    invariant = True
 
     def __init__(self, isa: Isa = Isa.AUTO) -> None:
         """The library must be loaded, and the machine must have ``isa``."""

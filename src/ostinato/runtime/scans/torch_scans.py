@@ -36,6 +36,7 @@ class TorchScans:
     """The reference backend."""
 
     name = "torch_scans"
+    invariant = True
 
     def convolve(self, call: Convolution, states: Tensor, index: StateIndex) -> Tensor:
         """See :class:`ScanBackend`.

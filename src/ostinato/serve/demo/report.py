@@ -19,7 +19,10 @@ from ostinato.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One run.  ``expected_tokens``: whole blocks of the longest token prefix that a prompt before it had in common."""
+    """One run.  ``expected_tokens``: whole blocks of the longest token prefix that a prompt before it had in common.
+
+    ``note``: what has to be known of this run besides.
+    """
 
     name: str
     prompt_tokens: int
@@ -33,9 +36,10 @@ class Row:
     text: str
     logits_sha256: str
     identical: bool
+    note: str = ""
 
     @classmethod
-    def of(cls, name: str, output: RequestOutput, cold: RequestOutput, expected: int) -> Row:
+    def of(cls, name: str, output: RequestOutput, cold: RequestOutput, expected: int, note: str = "") -> Row:
         completion = output.outputs[0]
         same_tokens = completion.token_ids == cold.outputs[0].token_ids
         return cls(
@@ -51,6 +55,7 @@ class Row:
             completion.text,
             output.logits_sha256,
             same_tokens and output.logits_sha256 == cold.logits_sha256 != "",
+            note,
         )
 
 
@@ -74,6 +79,8 @@ def print_rows(rows: Sequence[Row], answer: str, console: Console) -> None:
     for row in rows:
         if row.name.startswith("needle"):
             console.print(f"{row.name}: the number is {answer}; the model goes on: {row.text!r}", highlight=False)
+        if row.note:
+            console.print(f"{row.name}: {row.note}", highlight=False)
     bad = [row.name for row in rows if not row.identical or row.cached_tokens != row.expected_tokens]
     if bad:
         console.print(f"not as promised: {', '.join(bad)}", style="bold red")
@@ -83,6 +90,11 @@ def print_rows(rows: Sequence[Row], answer: str, console: Console) -> None:
 
 def write_json(path: Path, rows: Sequence[Row]) -> None:
     try:
-        path.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+        path.write_text(json.dumps([_as_json(row) for row in rows], indent=2) + "\n")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _as_json(row: Row) -> dict[str, object]:
+    """The row's fields; an empty note is left out."""
+    return {name: value for name, value in asdict(row).items() if name != "note" or value}

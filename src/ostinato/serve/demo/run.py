@@ -8,31 +8,33 @@ For each scenario and tier::
     device     stored, asked, asked                 the prefix is in the device pool
     <tier>     stored, evicting prompts, asked      it was evicted, and comes back from the tier
     <tier>-same   then evicting prompts, stored     the whole stored prompt comes back
+    disk-restart  asked, in a new process           only the files have seen it
 
-``<tier>`` is the connector's name; where rows have that name already, the whole specification.
+``<tier>`` is the connector's name; where rows have that name already, the whole specification.  With more tiers than
+one come the rows of ``several``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+import torch
 from rich.console import Console
 
-from ostinato.connectors.registry import make_connector, parse_spec
+from ostinato.connectors.registry import parse_spec
 from ostinato.engine.llm import LLM
-from ostinato.engine.outputs import RequestOutput
 from ostinato.runtime.load import Runtime, load_runtime
-from ostinato.sampling_params import SamplingParams
 from ostinato.serve.demo.prompts import Scenario, greetings, needle, needle_answer
 from ostinato.serve.demo.report import Row, print_rows, write_json
+from ostinato.serve.demo.restart import Question, ask_anew, warmth
+from ostinato.serve.demo.several import RUNS, run_several, together
+from ostinato.serve.demo.stage import OUTPUT_TOKENS, STEP_TOKENS, Stage, new_salt, warm_up
 from ostinato.serve.early import check_output
 from ostinato.serve.tables import Bars, print_startup
 
-STEP_TOKENS: Final = 512
-OUTPUT_TOKENS: Final = 16
 STORED_FACTS: Final = 360
 ASKED_FACTS: Final = 240
 NEEDLE_FACT: Final = 122
@@ -51,53 +53,47 @@ class DemoOptions:
     json_path: Path | None = None
 
 
-@dataclass(slots=True)
-class _Demo:
-    """One run: the loaded model, the cold results by prompt, the rows so far."""
-
-    runtime: Runtime
-    bars: Bars
-    pages: int = 0
-    cold: dict[str, RequestOutput] = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)
-
-
 def run_demo(options: DemoOptions, console: Console) -> bool:
     """Run everything; True when every row is identical to its cold run and reused what it should."""
     tiers = list(dict.fromkeys([FULL_TIER if options.full else DEFAULT_TIER, *options.extra_tiers]))
     check_output(options.json_path)
-    _check_early(tiers)
+    shared = together(tiers)
     bars = Bars(console)
     runtime = load_runtime(options.model, options.dtype, progress=bars)
-    demo = _Demo(runtime, bars)
-    repeats = 5000 if options.full else 2000
-    greeting = greetings(repeats, 1000)
+    stage = Stage(runtime, bars)
+    greeting = greetings(5000 if options.full else 2000, 1000)
     facts = needle(STORED_FACTS, ASKED_FACTS, NEEDLE_FACT, greeting.evicting)
-    demo.pages = _pool_pages(runtime, greeting.evicting[-1])
-    bars.start(6 + 11 * len(tiers), "running")
-    _run_cold(demo, [(greeting.asked, "cold"), (greeting.stored, ""), (facts.asked, "needle-cold")])
+    stage.pages = _pool_pages(runtime, greeting.evicting[-1])
+    total = 6 + 11 * len(tiers) + sum(map(_has_files, tiers)) + (RUNS if len(shared) > 1 else 0)
+    bars.start(total, "running")
+    _run_cold(stage, [(greeting.asked, "cold"), (greeting.stored, ""), (facts.asked, "needle-cold")])
     for tier, name in zip(tiers, row_names(tiers), strict=True):
-        with _llm(demo, kv=[tier]) as llm:
+        salt = "" if tier == tiers[0] else new_salt()
+        with stage.llm(kv=[tier]) as llm:
             if tier == tiers[0]:
                 bars.finish()
                 print_startup(llm.startup, console)
                 _explain(console)
-                bars.start(6 + 11 * len(tiers), "running")
-                _warm_up(llm)
-                _run_device(demo, llm, greeting)
-            _run_tier(demo, llm, greeting, name, f"{name}-same")
-            _run_tier(demo, llm, facts, f"needle-{name}", "")
+                bars.start(total, "running")
+                warm_up(llm)
+                _run_device(stage, llm, greeting)
+            _run_tier(stage, llm, greeting, (name, f"{name}-same"), salt)
+            _run_tier(stage, llm, facts, (f"needle-{name}", ""), salt)
+        if _has_files(tier):
+            _run_restart(stage, options, tier, f"{name}-restart", (greeting.asked, salt))
+    if len(shared) > 1:
+        run_several(stage, shared, greeting)
     bars.finish()
-    print_rows(demo.rows, needle_answer(NEEDLE_FACT), console)
+    print_rows(stage.rows, needle_answer(NEEDLE_FACT), console)
     if options.json_path is not None:
-        write_json(options.json_path, demo.rows)
-    return all(row.identical and row.cached_tokens == row.expected_tokens for row in demo.rows)
+        write_json(options.json_path, stage.rows)
+    return all(row.identical and row.cached_tokens == row.expected_tokens for row in stage.rows)
 
 
 def row_names(tiers: Sequence[str]) -> list[str]:
     """A name for each tier's rows, unlike those of all other rows: its connector's, or else the whole specification."""
     names: list[str] = []
-    taken = {"cold", "device", "needle-cold"}
+    taken = {"cold", "device", "needle-cold", "multi", "merged"}
     for tier in tiers:
         name = parse_spec(tier).name
         if not taken.isdisjoint(_rows_of(name)):
@@ -108,13 +104,11 @@ def row_names(tiers: Sequence[str]) -> list[str]:
 
 
 def _rows_of(name: str) -> set[str]:
-    return {name, f"{name}-same", f"needle-{name}"}
+    return {name, f"{name}-same", f"{name}-restart", f"needle-{name}"}
 
 
-def _check_early(tiers: Sequence[str]) -> None:
-    """Mistakes that would otherwise show only after minutes."""
-    for tier in tiers:
-        make_connector(tier).close()
+def _has_files(tier: str) -> bool:
+    return parse_spec(tier).name == "disk"
 
 
 def _pool_pages(runtime: Runtime, longest: str) -> int:
@@ -124,69 +118,49 @@ def _pool_pages(runtime: Runtime, longest: str) -> int:
     return runtime.layout.peak_pages(tokens, STEP_TOKENS) * 5 // 4
 
 
-def _llm(demo: _Demo, **options: Any) -> LLM:
-    return LLM(demo.runtime, num_gpu_blocks_override=demo.pages, max_num_batched_tokens=STEP_TOKENS, **options)
-
-
-def _run_cold(demo: _Demo, prompts: Sequence[tuple[str, str]]) -> None:
-    with _llm(demo, enable_prefix_caching=False) as llm:
-        _warm_up(llm)
+def _run_cold(stage: Stage, prompts: Sequence[tuple[str, str]]) -> None:
+    with stage.llm(enable_prefix_caching=False) as llm:
+        warm_up(llm)
         for prompt, name in prompts:
-            output = demo.cold[prompt] = _generate(demo, llm, prompt)
+            output = stage.cold[prompt] = stage.generate(llm, prompt)
             if name:
-                demo.rows.append(Row.of(name, output, output, expected=0))
+                stage.rows.append(Row.of(name, output, output, expected=0))
 
 
-def _run_device(demo: _Demo, llm: LLM, scenario: Scenario) -> None:
+def _run_device(stage: Stage, llm: LLM, scenario: Scenario) -> None:
     """The asked prompt twice: the first time brings the windows at its cut back into the pool."""
-    for prompt in (scenario.stored, scenario.asked):
-        _generate(demo, llm, prompt)
-    _add_row(demo, llm, "device", scenario.asked, seen=[scenario.stored, scenario.asked])
+    seen = [scenario.stored, scenario.asked]
+    for prompt in seen:
+        stage.generate(llm, prompt)
+    stage.add_row("device", stage.generate(llm, scenario.asked), scenario.asked, seen)
     llm.reset_prefix_cache()
 
 
-def _run_tier(demo: _Demo, llm: LLM, scenario: Scenario, name: str, same: str) -> None:
-    """Nothing but the stored and the evicting prompts has been seen before the row is taken."""
+def _run_tier(stage: Stage, llm: LLM, scenario: Scenario, names: tuple[str, str], salt: str) -> None:
+    """Nothing but the stored and the evicting prompts has been seen before the row is taken.
+
+    ``names``: of the row for the asked prompt, and of that for the stored one (empty = none).
+    """
+    name, same = names
     seen = [scenario.stored, *scenario.evicting]
     for prompt in seen:
-        _generate(demo, llm, prompt)
-    _add_row(demo, llm, name, scenario.asked, seen)
+        stage.generate(llm, prompt, salt)
+    stage.add_row(name, stage.generate(llm, scenario.asked, salt), scenario.asked, seen)
     if same:
         # The row above brought a part back into the device: evict again (these come back quickly themselves).
         for prompt in scenario.evicting:
-            _generate(demo, llm, prompt)
-        _add_row(demo, llm, same, scenario.stored, seen)
+            stage.generate(llm, prompt, salt)
+        stage.add_row(same, stage.generate(llm, scenario.stored, salt), scenario.stored, seen)
     llm.reset_prefix_cache()
 
 
-def _add_row(demo: _Demo, llm: LLM, name: str, prompt: str, seen: Sequence[str]) -> None:
-    output = _generate(demo, llm, prompt)
-    assert llm.runtime.tokenizer is not None
-    others = [llm.runtime.tokenizer(text).input_ids for text in seen]
-    unit = llm.runtime.layout.granularity
-    common = max(_common_prefix(output.prompt_token_ids, ids) for ids in others)
-    expected = min(common, len(output.prompt_token_ids) - 1) // unit * unit
-    demo.rows.append(Row.of(name, output, demo.cold[prompt], expected))
-
-
-def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))
-
-
-def _generate(demo: _Demo, llm: LLM, prompt: str) -> RequestOutput:
-    sampling = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, logits_digest=True)
-    output = llm.generate(prompt, sampling)[0]
-    # Stores run behind the answers; a prompt counts as stored when they are done.
-    llm.built.engine.drain()
-    demo.bars.advance(1)
-    return output
-
-
-def _warm_up(llm: LLM) -> None:
-    """The first pass of a process pays for memory and kernels; no row should."""
-    llm.generate("Warm up: " + "one two three four " * 150, SamplingParams(temperature=0.0, max_tokens=4))
-    llm.reset_prefix_cache()
+def _run_restart(stage: Stage, options: DemoOptions, tier: str, name: str, asked: tuple[str, str]) -> None:
+    """The first engine of a new process; the tier's last one here is closed.  ``asked``: a prompt and its salt."""
+    prompt, salt = asked
+    question = Question(options.model, options.dtype, tier, stage.pages, torch.get_num_threads(), salt, prompt)
+    answer = ask_anew(question)
+    stage.bars.advance(1)
+    stage.add_row(name, answer.output, prompt, [prompt], warmth(answer))
 
 
 def _explain(console: Console) -> None:
