@@ -11,7 +11,8 @@ import pytest
 
 from connectors.memory_store import IDENTITY, LAYOUT, MemoryConnector, MemoryStore, Pages, eventually, key
 from ostinato.connectors.api import Site
-from ostinato.connectors.faulty import Faults, FaultyConnector
+from ostinato.connectors.faults import Faults
+from ostinato.connectors.faulty import FaultyConnector
 from ostinato.connectors.host import HostConnector
 from ostinato.connectors.multi import MultiConnector
 from ostinato.connectors.registry import make_connector

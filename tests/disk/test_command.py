@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 from disk.support import CLEAR, IDENTITY, LENGTH, OTHER, close, get, key, open_path, put
 from ostinato.connectors.disk import requests
 from ostinato.connectors.disk.codec import Clear, Codec, Encrypted
-from ostinato.connectors.disk.store import DiskStore
 from ostinato.errors import ConfigError, ConnectorError
 from ostinato.serve.cli import app
 

@@ -1,51 +1,37 @@
 """A connector in a whole engine, but for the model: the real loop, scheduler and hierarchy over workers of bytes.
 
-Owns: building it, driving it in real time, the comparison of every answer with the right one.  Does not own: faults,
-what a check asks for.  The wiring is that of ``engine.build``, with pools that mark and poison their slots.
+Owns: driving it in real time, the comparison of every answer with the right one.  Does not own: its wiring, faults,
+what a check asks for.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Final
 
-from ostinato.cache.directory import Directory
-from ostinato.cache.layout import CacheLayout
-from ostinato.cache.pool import Lease, SlotPool, SlotState
-from ostinato.conformance.kept import LiveSlot
-from ostinato.conformance.model import HYBRID, UNIT, make_prompt, right_answer
+from ostinato.cache.pool import SlotState
+from ostinato.conformance.model import UNIT, make_prompt, right_answer
 from ostinato.conformance.verdict import Violation
 from ostinato.conformance.watch import Watch, WatchedConnector
-from ostinato.conformance.worker import FakeWorkers
-from ostinato.connectors.api import Connector, Ownership, Site
-from ostinato.connectors.faulty import Faults, FaultyConnector
-from ostinato.connectors.record import RecordIdentity
-from ostinato.engine.binding import bind_connectors
-from ostinato.engine.build import NoTokenizer
-from ostinato.engine.loop import Engine, Limits, Prompt
+from ostinato.conformance.wiring import Setup, describe, wire
+from ostinato.connectors.api import Connector
+from ostinato.connectors.faulty import FaultyConnector
+from ostinato.engine.loop import Prompt
 from ostinato.engine.outputs import RequestOutput
-from ostinato.engine.text import Vocabulary
-from ostinato.hierarchy.hierarchy import CacheHierarchy
-from ostinato.hierarchy.tiers import Core, CoreConfig, OwnedTier, StoreMode
-from ostinato.ids import DEVICE, SlotId
+from ostinato.hierarchy.tiers import StoreMode
+from ostinato.ids import SlotId
 from ostinato.sampling_params import SamplingParams
-from ostinato.scheduler.scheduler import Scheduler, SchedulerConfig
-from ostinato.transfer.book import Book
 from ostinato.transfer.job import JobState
 
 PATIENCE_S: Final = 60.0
 """How long a request or a transfer may take before it counts as lost."""
 IDLE_S: Final = 0.002
-STEP_TOKENS: Final = 64
-LOWER_SLOTS: Final = 160
-"""Pages of an owned tier that are used, however many it has: so few that it evicts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,32 +47,6 @@ class Subject:
     lose: Callable[[], None] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """``namespace``: whose records they are; engines with the same one share them.  ``looks``: see ``Watch``."""
-
-    layout: CacheLayout = HYBRID
-    pages: int = 64
-    ranks: int = 1
-    faults: Faults | None = None
-    deadline_s: float = 20.0
-    namespace: bytes = field(default_factory=lambda: secrets.token_bytes(16))
-    looks: bool = False
-    max_running: int = 16
-
-
-class _Pool(SlotPool):
-    """Slots that are poisoned when taken."""
-
-    poison: Callable[[SlotId], None] = staticmethod(lambda _: None)
-
-    def take(self, count: int, owner: str) -> Lease | None:
-        lease = super().take(count, owner)
-        for slot in lease.slots if lease is not None else ():
-            self.poison(slot)
-        return lease
-
-
 class Bench:
     """One engine.  A context manager; leaving it closes the connectors."""
 
@@ -98,15 +58,13 @@ class Bench:
         self.outputs: dict[str, RequestOutput] = {}
         watched = [WatchedConnector(connector, setup.looks) for connector in subject.make()]
         self.watches: tuple[Watch, ...] = tuple(connector.watch for connector in watched)
-        self.connectors: tuple[Connector, ...] = tuple(self._around(connector) for connector in watched)
+        self.connectors: tuple[Connector, ...] = tuple(
+            connector if setup.faults is None else FaultyConnector(connector, setup.faults) for connector in watched
+        )
         self.inner: tuple[Connector, ...] = tuple(connector.inner for connector in watched)
         self.parts: tuple[list[object], ...] = tuple(connector.parts for connector in watched)
-        try:
-            self._build()
-        except BaseException:
-            for connector in self.connectors:
-                connector.close()
-            raise
+        wired = wire(self.connectors, setup)
+        self.workers, self.cache, self.engine = wired.workers, wired.cache, wired.engine
 
     def __enter__(self) -> Bench:
         return self
@@ -145,9 +103,8 @@ class Bench:
         while not (until() if until is not None else not self.engine.has_work):
             self.step()
             if time.monotonic() > end:
-                raise Violation(
-                    f"no end after {PATIENCE_S:.0f} s: a mover owes a report, or a probe an answer\n{self._dump()}"
-                )
+                what = f"no end after {PATIENCE_S:.0f} s: a mover owes a report, or a probe an answer"
+                raise Violation(f"{what}\n{describe(self.engine)}")
 
     def serve(self, prompt: Sequence[int], count: int = 1, salt: str = "") -> RequestOutput:
         """One request, and every transfer that it caused."""
@@ -164,7 +121,7 @@ class Bench:
             self.workers.wait(IDLE_S)
             if time.monotonic() > end:
                 raise Violation(
-                    f"orders are not reported after {PATIENCE_S:.0f} s: one report per order\n{self._dump()}"
+                    f"orders are not reported after {PATIENCE_S:.0f} s: one report per order\n{describe(self.engine)}"
                 )
 
     def forget(self) -> None:
@@ -213,10 +170,6 @@ class Bench:
             if watch.reports and not self.workers.notified:
                 raise Violation(f"tier {watch.tier}: notify() was never called: call it when a report is ready")
 
-    def _around(self, connector: WatchedConnector) -> Connector:
-        faults = self.setup.faults
-        return connector if faults is None else FaultyConnector(connector, faults)
-
     def _press(self) -> None:
         """Other prompts, until the device has evicted as much as it holds: only then a lazy tier gets anything."""
         retention = self.cache.core.device.retention
@@ -226,49 +179,3 @@ class Bench:
             self.run()
             if retention.evictions >= end:
                 return
-
-    def _build(self) -> None:
-        setup, layout = self.setup, self.setup.layout
-        identity = RecordIdentity(layout.fingerprint(), hashlib.sha256(setup.namespace).digest())
-        for connector in self.connectors:
-            connector.open(Site(layout, identity, setup.ranks))
-        owned = [each for each in self.connectors if each.capabilities.ownership is Ownership.OWNED]
-        # A store has one record for each key: only the memory of a rank itself can hold that rank's own share.
-        distinct = len(owned) == len(self.connectors)
-        self.workers = FakeWorkers(layout, setup.pages, setup.ranks, distinct)
-        self.cache = CacheHierarchy(self._core(owned), self._seed)
-        for rank, memory in enumerate(self.workers.ranks):
-            for connector in self.connectors:
-                self.workers.attach(rank, connector.tier, connector.make_mover(memory.device, self.workers.notify))
-        bind_connectors(self.connectors, self.cache)
-        scheduler = Scheduler(self.cache, SchedulerConfig(STEP_TOKENS, setup.max_running))
-        self.workers.requests = scheduler.requests.get
-        limits = Limits(1 << 20, setup.pages, layout.page_bytes)
-        vocabulary = Vocabulary(NoTokenizer())
-        self.engine = Engine(scheduler, self.workers, vocabulary, frozenset(), limits, self.cache.audit)
-
-    def _core(self, owned: Sequence[Connector]) -> Core:
-        setup, directory = self.setup, Directory()
-        device = OwnedTier(DEVICE, setup.pages, directory)
-        pool = device.pool = _Pool(DEVICE, setup.pages, device.retention)
-        pool.poison = self.workers.poison
-        pool.free_slots.clear()
-        pool.free_slots.extend(SlotId(LiveSlot(slot)) for slot in range(setup.pages))
-        lower = {}
-        for each in owned:
-            slots = min(LOWER_SLOTS, each.slots(setup.layout.page_bytes))
-            mode = StoreMode.EAGER if each.capabilities.eager else StoreMode.LAZY
-            lower[each.tier] = OwnedTier(each.tier, slots, directory, mode)
-        config = CoreConfig(
-            step_tokens=STEP_TOKENS, load_deadline_s=setup.deadline_s, store_deadline_s=setup.deadline_s
-        )
-        order = (DEVICE, *(connector.tier for connector in self.connectors))
-        return Core(setup.layout, config, directory, device, lower, {}, Book(setup.ranks), order)
-
-    def _seed(self, salt: str) -> bytes:
-        return hashlib.sha256(self.setup.namespace + salt.encode()).digest()
-
-    def _dump(self) -> str:
-        jobs = [f"job {job.job_id}: {job.order.kind.value} {job.order.tier}" for job in self.cache.core.book]
-        requests = [f"{name}: {each.phase.value}" for name, each in self.engine.scheduler.requests.items()]
-        return "\n".join([*requests[:5], *jobs[:5]])

@@ -13,9 +13,10 @@ from typing import Final
 
 from ostinato.cache.keys import BlockKey
 from ostinato.cache.kinds import Full, Window
-from ostinato.conformance.bench import Bench, Setup, Subject
+from ostinato.conformance.bench import Bench, Subject
 from ostinato.conformance.model import HYBRID, LAYOUTS, PLAIN, UNIT, make_layout, make_prompt
 from ostinato.conformance.verdict import Unsuitable, Violation
+from ostinato.conformance.wiring import Setup
 from ostinato.connectors.api import Ownership
 from ostinato.ids import GroupId
 
@@ -104,9 +105,8 @@ def shortens_hits_at_holes(subject: Subject) -> None:
         for number in range(12):
             cut = source.randrange(30, 300)
             bench.serve([*stem[:cut], *make_prompt(source.randrange(1, 40), number)], 2)
-            bench.cache.core.device.pool.drop_idle()
-            for tier in bench.cache.core.lower.values():
-                _evict_some(bench, tier.pool.capacity // 8, number)
+            bench.cache.core.drop_idle(device_only=True)
+            _evict_some(bench, number)
             if subject.lose is not None:
                 subject.lose()
         bench.check_quiet()
@@ -184,10 +184,10 @@ def serves_two_workers(subject: Subject) -> None:
         bench.check_quiet()
 
 
-def _evict_some(bench: Bench, slots: int, seed: int) -> None:
+def _evict_some(bench: Bench, more: int) -> None:
     """As if others had filled the owned tiers."""
     for tier in bench.cache.core.lower.values():
-        lease = tier.pool.take(min(tier.pool.available, slots + seed % 5), "a check")
+        lease = tier.pool.take(min(tier.pool.available, tier.pool.capacity // 8 + more), "a check")
         if lease is not None:
             lease.release()
 

@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from ostinato.conformance.bench import Bench, Setup, Subject
+from ostinato.conformance.bench import Bench, Subject
 from ostinato.conformance.delivering import LENGTH, is_asked, reuse
 from ostinato.conformance.model import HYBRID, make_prompt
 from ostinato.conformance.verdict import Unsuitable, Violation
+from ostinato.conformance.wiring import Setup
 from ostinato.connectors.api import Connector
-from ostinato.connectors.faulty import Faults, FaultyConnector, innermost
+from ostinato.connectors.faults import Faults
+from ostinato.connectors.faulty import FaultyConnector, innermost
 from ostinato.connectors.store import StoreConnector
 from ostinato.ids import JobId
 from ostinato.transfer.job import JobKind

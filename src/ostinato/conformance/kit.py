@@ -49,7 +49,7 @@ def run_check(check: Check, subject: Subject) -> Verdict:
     """Never raises, but for what ends the process, or a subject that cannot be made."""
     start, outcome, text = time.perf_counter(), Outcome.PASSED, ""
     try:
-        with _quiet():
+        with _listening() as notes:
             check.run(subject)
     except Unsuitable as reason:
         outcome, text = Outcome.SKIPPED, str(reason)
@@ -63,6 +63,8 @@ def run_check(check: Check, subject: Subject) -> Verdict:
         where = traceback.extract_tb(error.__traceback__)[-1]
         outcome = Outcome.FAILED
         text = f"{type(error).__name__}: {error} ({where.filename.rpartition('/')[2]}:{where.lineno}, {where.name})"
+    if outcome is Outcome.FAILED and notes.last:
+        text += f" (last in the log: {notes.last})"
     return Verdict(check.name, check.contract, outcome, time.perf_counter() - start, text)
 
 
@@ -86,13 +88,25 @@ def subject_of(specs: Sequence[str]) -> Iterator[Subject]:
         yield Subject(" + ".join(parse_spec(text).text for text in texts), make)
 
 
+class _Notes(logging.Handler):
+    """The last thing that was logged, instead of a log full of faults that are meant to happen."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.last = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.last = record.getMessage()
+
+
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Faults are meant to happen here: what is logged about them is of no use."""
-    log = logging.getLogger("ostinato")
-    level = log.level
-    log.setLevel(logging.CRITICAL + 1)
+def _listening() -> Iterator[_Notes]:
+    log, notes = logging.getLogger("ostinato"), _Notes()
+    before = log.propagate
+    log.propagate = False
+    log.addHandler(notes)
     try:
-        yield
+        yield notes
     finally:
-        log.setLevel(level)
+        log.removeHandler(notes)
+        log.propagate = before

@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from ostinato.conformance.bench import Bench, Setup, Subject
+from ostinato.conformance.bench import Bench, Subject
 from ostinato.conformance.delivering import LENGTH
 from ostinato.conformance.kept import weigh
 from ostinato.conformance.model import HYBRID, UNIT, make_prompt
 from ostinato.conformance.verdict import Slow, Unsuitable, Violation
 from ostinato.conformance.watch import Watch
+from ostinato.conformance.wiring import Setup
 
 TYPICAL_S: Final = 0.002
 WORST_S: Final = 0.020

@@ -17,7 +17,6 @@ from ostinato.cache.keys import BlockKey
 from ostinato.conformance.kept import find_kept
 from ostinato.conformance.verdict import Violation
 from ostinato.connectors.api import Connector, DevicePages, Mover, Site
-from ostinato.connectors.context import KVConnectorSchedulerContext
 from ostinato.connectors.forwarding import ForwardingConnector
 from ostinato.ids import JobId, RequestId, Step, TierId
 from ostinato.transfer.job import TransferOrder, TransferReport
@@ -120,9 +119,6 @@ class WatchedConnector(ForwardingConnector):
     def refuted(self, keys: Sequence[BlockKey]) -> None:
         with self.watch.call("refuted"):
             self.inner.refuted(keys)
-
-    def bind(self, context: KVConnectorSchedulerContext) -> None:
-        self.inner.bind(context)
 
     def on_admit(self, request_id: RequestId, tokens: int) -> None:
         with self.watch.call("on_admit"):

@@ -27,30 +27,36 @@ class BlockView(Sequence[SlotId]):
 
     __slots__ = ("_context", "_epoch", "_range", "_row")
 
-    def __init__(self, context: KVConnectorSchedulerContext, row: Sequence[SlotId], positions: range) -> None:
+    def __init__(
+        self, context: KVConnectorSchedulerContext, row: Sequence[SlotId], positions: range | None = None
+    ) -> None:
         self._context = context
         self._epoch = context.epoch
         self._row = row
         self._range = positions
+        """None = all of the row: most views are never looked into."""
 
     def __len__(self) -> int:
-        self._check()
-        return len(self._range)
+        return len(self._positions())
 
     @overload
     def __getitem__(self, index: int) -> SlotId: ...
     @overload
     def __getitem__(self, index: slice) -> BlockView: ...
     def __getitem__(self, index: int | slice) -> SlotId | BlockView:
-        self._check()
+        positions = self._positions()
         if isinstance(index, slice):
-            return BlockView(self._context, self._row, self._range[index])
-        return self._row[self._range[index]]
+            return BlockView(self._context, self._row, positions[index])
+        return self._row[positions[index]]
 
     def __iter__(self) -> Iterator[SlotId]:
-        for position in self._range:
+        for position in self._positions():
             self._check()
             yield self._row[position]
+
+    def _positions(self) -> range:
+        self._check()
+        return range(len(self._row)) if self._range is None else self._range
 
     def _check(self) -> None:
         if self._epoch != self._context.epoch:
@@ -153,7 +159,7 @@ class KVConnectorSchedulerContext:
         if table is None:
             return None
         if group is None:
-            return tuple(BlockView(self, row, range(len(row))) for row in table.rows)
+            return tuple([BlockView(self, row) for row in table.rows])
         row = table.rows[group]
         return BlockView(self, row, range(len(row))[start:stop])
 

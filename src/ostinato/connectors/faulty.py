@@ -1,7 +1,8 @@
 """A connector that does badly what another one does well: for tests of everything around it.
 
-Owns: what goes wrong, how often, and the scheduler half of it.  Does not own: the worker half (``faulty_mover``), the
-connector underneath.  Specification: that of the tier, behind ``faulty:``, with the faults among its options::
+Owns: the scheduler half.  Does not own: what goes wrong and how often (``faults``), the worker half
+(``faulty_mover``), the connector underneath.  Specification: that of the tier, behind ``faulty:``, with the faults
+among its options::
 
     faulty:host:1GiB?fail=0.1&delay=0.05
     faulty:redis://127.0.0.1:6379?timeout=1&corrupt=0.05&seed=7
@@ -13,15 +14,13 @@ move that is reported as done was done.
 from __future__ import annotations
 
 import math
-import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from typing import Final
 from urllib.parse import urlencode
 
 from ostinato.cache.keys import BlockKey
 from ostinato.connectors.api import Connector, DevicePages, Mover, Ownership, Site
+from ostinato.connectors.faults import OPTIONS, Faults
 from ostinato.connectors.forwarding import ForwardingConnector
 from ostinato.connectors.multi import MultiConnector
 from ostinato.connectors.record import TRAILER_BYTES
@@ -30,49 +29,6 @@ from ostinato.connectors.registry import TierSpec
 from ostinato.connectors.registry import make_connector as make_inner
 from ostinato.connectors.store import StoreConnector
 from ostinato.errors import ConfigError
-
-LONGEST_DELAY_S: Final = 3600.0
-
-
-@dataclass(frozen=True, slots=True)
-class Faults:
-    """Probabilities, and ``delay``: the longest time in seconds by which a report is late.
-
-    ``drop``: the report of an order never comes.  ``duplicate``: it comes twice, and once for a job that never was.
-    ``reorder``: it waits for the next one and comes after it.  ``fail``: some moves fail, and leave rubbish where they
-    were to load to.  ``corrupt``: a loaded record has a wrong byte (tiers on ``StoreConnector`` only).  ``lie``: a
-    probe's answer is turned round.
-
-    What happens to which order, record or key follows from ``seed`` alone, whatever threads do.
-    """
-
-    seed: int = 0
-    delay: float = 0.0
-    drop: float = 0.0
-    duplicate: float = 0.0
-    reorder: float = 0.0
-    fail: float = 0.0
-    corrupt: float = 0.0
-    lie: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in PROBABILITIES:
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"faults: {name} is a probability from 0 to 1, not {getattr(self, name)}")
-        if not 0 <= self.delay <= LONGEST_DELAY_S:
-            raise ConfigError(f"faults: delay is from 0 to {LONGEST_DELAY_S:.0f} seconds, not {self.delay}")
-
-    def draws(self, name: str, subject: object) -> bool:
-        """Whether the fault ``name`` befalls ``subject``."""
-        chance: float = getattr(self, name)
-        return chance > 0 and self.source(name, subject).random() < chance
-
-    def source(self, name: str, subject: object) -> random.Random:
-        return random.Random(f"{self.seed}/{name}/{subject}")
-
-
-PROBABILITIES: Final = ("drop", "duplicate", "reorder", "fail", "corrupt", "lie")
-OPTIONS: Final = tuple(field.name for field in fields(Faults))
 
 
 class FaultyConnector(ForwardingConnector):

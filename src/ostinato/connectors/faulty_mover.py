@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from ostinato.connectors.api import DevicePages, Mover
-from ostinato.connectors.faulty import Faults
+from ostinato.connectors.faults import Faults
 from ostinato.ids import JobId
 from ostinato.transfer.job import JobKind, TransferOrder, TransferReport
 

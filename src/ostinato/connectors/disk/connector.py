@@ -112,6 +112,9 @@ class DiskConnector(Connector):
         new = [key for key, held in zip(keys, self._held(keys), strict=True) if not held]
         takes = self._admission.takes(new, [self._sizes[key.group] for key in new])
         wanted = {key for key, taken in zip(new, takes, strict=True) if taken}
+        for key in wanted & self._refuted.keys():
+            if not self.store.holds(self.codec, self.codec.name(key)):
+                del self._refuted[key]  # a faulty record is gone: what replaces it is as good as any
         return [key in wanted for key in keys]
 
     def refuted(self, keys: Sequence[BlockKey]) -> None:

@@ -32,8 +32,9 @@ class Stage:
     cold: dict[str, RequestOutput] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
 
-    def llm(self, **options: Any) -> LLM:
-        return LLM(self.runtime, num_gpu_blocks_override=self.pages, max_num_batched_tokens=STEP_TOKENS, **options)
+    def llm(self, pages: int | None = None, **options: Any) -> LLM:
+        options |= {"num_gpu_blocks_override": pages or self.pages, "max_num_batched_tokens": STEP_TOKENS}
+        return LLM(self.runtime, **options)
 
     def generate(self, llm: LLM, prompt: str, salt: str = "") -> RequestOutput:
         output = llm.generate(prompt, SAMPLING, cache_salt=salt)[0]
