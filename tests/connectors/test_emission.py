@@ -119,7 +119,7 @@ def test_boundary_states_are_shown_in_the_step_that_made_them_so() -> None:
     rig.add(session(1, 100), 20)
     rig.step()
     (seen,) = [states for states in tier.states if states][-1:]
-    assert {(state.group, state.tokens) for state in seen} == {(2, 96)}
+    assert {(state.group, state.tokens) for state in seen} == {(2, 80), (2, 96)}
     slot = seen[0].slot
     assert slot in tier.rows[0][2]
     rig.step()

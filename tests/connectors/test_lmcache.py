@@ -105,8 +105,8 @@ def test_what_was_stored_is_found(name: str, monkeypatch: pytest.MonkeyPatch) ->
         forget(connector, rig)
         assert serve(rig, prompt) == 144
         forget(connector, rig)
-        # Of a prompt that ends there the last unit is computed, and no state was kept before it.
-        assert serve(rig, prompt[:144]) == (128 if name in ("full", "windows") else 0)
+        # Of a prompt that ends there the last unit is computed; a state was kept before it too.
+        assert serve(rig, prompt[:144]) == 128
     with running(monkeypatch, server, LAYOUTS[name]) as (_, rig):
         assert serve(rig, prompt) == 144
         assert serve(rig, prompt) == 144, "from the device"

@@ -143,6 +143,13 @@ def bloom() -> Any:
     return tf.BloomForCausalLM(tf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2))
 
 
+def gpt_neo() -> Any:
+    kinds = [[["global"], 2]]
+    return tf.GPTNeoForCausalLM(
+        tf.GPTNeoConfig(vocab_size=64, hidden_size=32, num_layers=2, num_heads=2, attention_types=kinds)
+    )
+
+
 def indexed() -> Any:
     config = tf.DeepseekV32Config(
         **tiny.shape(num_hidden_layers=1, num_key_value_heads=4),
@@ -201,7 +208,8 @@ def bidirectional() -> Any:
         (bert, "logits_to_keep"),
         (backbone, "no language-model head"),
         (t5, "encoder-decoder"),
-        (bloom, "does not go through transformers' attention interface"),
+        (bloom, "no `position_ids` argument"),
+        (gpt_neo, "does not go through transformers' attention interface"),
         (indexed, "kind 'indexed_attention': the keys of its indexer would not be saved"),
         (compressed, "compressed keys"),
         (own_state, "layer 0 .*"),
