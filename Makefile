@@ -9,7 +9,7 @@ STAMP  := $(VENV)/.installed
 CODE   := $(wildcard src tests benchmarks examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test lint format versions demo bench clean
+.PHONY: help venv test stores lint format versions demo bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,6 +26,11 @@ $(STAMP): pyproject.toml
 
 test: lint ## run every check: ruff, mypy, import contracts, pytest
 	$(BIN)/python -m pytest
+
+stores: $(STAMP) ## run the connector kit over real Redis and Mooncake servers, installing them where that is allowed
+	scripts/install-stores $(BIN)/python
+	$(BIN)/python -m pytest -m stores -k "TestRedis or forgot_comes_back" tests/stores
+	$(BIN)/python -m pytest -m stores -k TestMooncake tests/stores/test_conformance_mooncake.py
 
 lint: $(STAMP) ## run the checks that execute no test
 	$(BIN)/ruff check $(CODE)

@@ -81,7 +81,7 @@ def plain(store: DiskStore, folder: OsFolder, items: list[Item], write: bool, pe
             runs[-1][2].append(number)
         else:
             runs.append((entry.slab.number, entry.slot, [number]))
-    size = slot_bytes(len(items[0].payload))
+    size = slot_bytes(len(items[0].payload), direct)
     files = {
         number: folder.open(str(FileName("slab", number, size)), Access.WRITE, direct=direct)
         for number in {run[0] for run in runs}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -116,17 +118,17 @@ def test_sigkill_loses_what_was_on_its_way(tmp_path: Path, name: str) -> None:
     """What was finished a second ago is there, nothing is wrong, and the folder can be used."""
     child = start(tmp_path, "hang", [[name, tokens(LENGTH), ANSWER]])
     assert child.stdout is not None
-    assert child.stdout.readline().startswith("{")
+    answer = json.loads(child.stdout.readline())
     assert child.stdout.readline() == "hanging\n"
     time.sleep(1.5)
     child.kill()
     child.communicate()
     assert child.returncode == -signal.SIGKILL
     with open_llm(name, str(tmp_path)) as llm:
-        output = llm.generate(tokens(LENGTH), greedy(ANSWER))[0]
-        # Without an orderly end, a last order that no step carried is lost: here the state at the answer's end.
-        assert output.cached_tokens == whole(LENGTH - 1)
-        assert same(output, model(name)[1](tokens(LENGTH), ANSWER))
+        chat = answer["prompt"] + answer["tokens"] + [9, 8, 7]
+        output = llm.generate(chat, greedy())[0]
+        assert output.cached_tokens == whole(LENGTH + ANSWER - 1)
+        assert same(output, model(name)[1](chat))
     assert not tools.verify(f"{tmp_path}/{name}").bad
 
 
@@ -147,6 +149,55 @@ def test_sigterm_keeps_what_was_finished(tmp_path: Path) -> None:
             output = llm.generate(chat, greedy())[0]
             assert output.cached_tokens == whole(64 + 24 - 1)
             assert same(output, model("bamba")[1](chat))
+
+
+def test_closing_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that takes its time: what is not stored by then is lost, and the next engine is right all the same."""
+    runtime, cold = model("bamba")
+    inner = OsFile.write
+
+    def write(file: OsFile, buffers: Sequence[Any], offset: int) -> None:
+        time.sleep(0.4 if len(buffers) > 1 else 0.0)
+        inner(file, buffers, offset)
+
+    monkeypatch.setattr(OsFile, "write", write)
+    monkeypatch.setattr("ostinato.engine.llm.CLOSE_S", 0.3)
+    monkeypatch.setattr("ostinato.connectors.disk.connector.DRAIN_S", 0.3)
+    llm = make_llm(runtime, kv=[f"disk:{tmp_path}/kv:64MiB"], max_num_batched_tokens=16)
+    llm.generate([tokens(LENGTH, seed) for seed in range(3)], greedy())
+    begin = time.monotonic()
+    llm.close()
+    assert time.monotonic() - begin < 4
+    monkeypatch.undo()
+    with make_llm(runtime, kv=[f"disk:{tmp_path}/kv:64MiB"]) as llm:
+        for seed in range(3):
+            output = llm.generate(tokens(LENGTH, seed), greedy())[0]
+            assert same(output, cold(tokens(LENGTH, seed)))
+
+
+@pytest.mark.slow
+def test_sigterm_of_the_command(tmp_path: Path) -> None:
+    """What ``ostinato generate`` computed up to a signal is there for the next one."""
+    need_real_model()
+    words = ["generate", "gemma3-270m", "-p", "The river bends once more, and", "--max-tokens", "4000", "--ignore-eos"]
+    script = "from ostinato.serve.cli import main; main()"
+    command = [sys.executable, "-c", script, *words, "--kv", f"disk:{tmp_path}/kv:1GiB"]
+    child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "kv").exists() or not any(o.records > 20 for o in tools.inspect(f"{tmp_path}/kv").owners):
+        assert child.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.3)
+    child.send_signal(signal.SIGTERM)
+    _, said = child.communicate(timeout=30)
+    assert child.returncode == 128 + signal.SIGTERM, said
+    assert "Traceback" not in said
+    with LLM("gemma3-270m", kv=[f"disk:{tmp_path}/kv:1GiB"]) as llm:
+        prompt = llm.runtime.tokenizer("The river bends once more, and").input_ids  # type: ignore[union-attr]
+        answer = llm.generate([list(prompt)], greedy(60))[0].outputs[0].token_ids
+        llm.reset_prefix_cache(device_only=True)
+        output = llm.generate([[*prompt, *answer]], greedy(1))[0]
+        assert output.cached_by_tier.get("disk", 0) >= 48
 
 
 @pytest.mark.slow

@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from disk.simulated import SimulatedFolder
-from disk.support import CLEAR, get, key, open_store, put
+from disk.support import CLEAR, close, get, key, open_path, open_store, put
 from ostinato.connectors.disk.admission import Admission, Rate
 from ostinato.connectors.disk.format import fits, slot_bytes
 from ostinato.connectors.disk.journal import log_limit, reserve_bytes
@@ -239,3 +240,14 @@ def test_small_records_do_not_take_a_block_each() -> None:
         assert size - length - 224 <= max(63, (length + 224) // 64), length
         assert size <= aligned
         assert length < 256 << 10 or size == aligned
+
+
+def test_each_mode_reads_what_the_other_wrote(tmp_path: Path) -> None:
+    for first, direct in enumerate([False, True, False, True]):
+        store = open_path(tmp_path / "kv", direct=direct)
+        assert get(store, range(100 * first)) == set(range(100 * first))  # type: ignore[arg-type]
+        assert put(store, range(100 * first, 100 * first + 100)) == 100
+        close(store)
+    store = open_path(tmp_path / "kv")
+    assert set(store.catalog.classes) == {slot_bytes(3000), slot_bytes(3000, direct=True)}
+    close(store)

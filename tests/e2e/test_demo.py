@@ -6,17 +6,24 @@ import io
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from e2e.conftest import need_real_model
+from ostinato.engine.build import NoTokenizer
 from ostinato.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from ostinato.errors import ConfigError
+from ostinato.runtime.load import Runtime
 from ostinato.serve.demo.prompts import GREETING, GREETING_TAIL, greetings, needle, needle_answer
 from ostinato.serve.demo.report import Row, print_rows, write_json
+from ostinato.serve.demo.restart import Answer, drop_from_memory, warmth
 from ostinato.serve.demo.run import DemoOptions, row_names, run_demo
-from ostinato.serve.demo.stage import common_prefix
+from ostinato.serve.demo.several import run_several, together
+from ostinato.serve.demo.stage import Stage, common_prefix
+from ostinato.serve.tables import Bars
 
 
 def output(token_ids: tuple[int, ...] = (5, 6), digest: str = "aa", cached: int = 0) -> RequestOutput:
@@ -136,13 +143,75 @@ def test_mistakes_show_before_the_model_is_loaded(tmp_path: Path, monkeypatch: p
             run_demo(options, console)
 
 
+def test_a_note_is_shown_and_written_where_there_is_one(tmp_path: Path) -> None:
+    plain, noted = Row.of("cold", output(), output(), 0), Row.of("merged", output(), output(), 0, "from two tiers")
+    assert "merged: from two tiers" in shown(plain, noted)
+    path = tmp_path / "rows.json"
+    write_json(path, [plain, noted])
+    first, second = json.loads(path.read_text())
+    assert "note" not in first
+    assert second["note"] == "from two tiers"
+
+
+def test_files_are_dropped_from_memory_and_looking_does_not_bring_them_back(tmp_path: Path) -> None:
+    (tmp_path / "slab-00000000-1000").write_bytes(b"x" * (1 << 20))
+    (tmp_path / "slab-00000001-1000").write_bytes(b"")
+    assert drop_from_memory(tmp_path) == drop_from_memory(tmp_path)
+    assert drop_from_memory(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize(
+    ("warm", "text"), [(0.0, "came from the disk"), (0.4, "warm: 40%"), (None, "cannot be told here")]
+)
+def test_a_restart_says_where_its_bytes_came_from(warm: float | None, text: str) -> None:
+    assert text in warmth(Answer(output(), warm))
+
+
+def test_tiers_that_one_engine_can_have(tmp_path: Path) -> None:
+    disk = f"disk:{tmp_path / 'kv'}:64MiB"
+    assert together(["host:2GiB", "host:1GiB", disk]) == ["host:2GiB", disk]
+
+
+class Words(NoTokenizer):
+    """Every character is a token."""
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        return SimpleNamespace(input_ids=[4 + ord(letter) % 500 for letter in text])
+
+
+def test_several_tiers(tiny_fp32: Runtime, tmp_path: Path) -> None:
+    """One keeps the head and the other one what follows: the prompt comes back whole."""
+    runtime = replace(tiny_fp32, tokenizer=Words())
+    console = Console(file=io.StringIO())
+    stage = Stage(runtime, Bars(console), pages=200)
+    scenario = greetings(12, 9)
+    with stage.llm(enable_prefix_caching=False) as llm:
+        stage.cold[scenario.asked] = stage.generate(llm, scenario.asked)
+    run_several(stage, ["host:64MiB", f"disk:{tmp_path / 'kv'}:64MiB"], scenario)
+    multi, merged = stage.rows
+    for row in (multi, merged):
+        assert row.identical
+        assert row.cached_tokens == row.expected_tokens > 100
+    assert set(multi.cached_by_tier) == {"host"}
+    cut = len(scenario.asked) // 2 // 16 * 16
+    assert merged.cached_by_tier == {"disk": cut, "host": merged.cached_tokens - cut}
+
+
 @pytest.mark.slow
-def test_the_whole_demo(tmp_path: Path) -> None:
+def test_the_whole_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     need_real_model()
+    # Records are kept apart by the number of threads too, and this process was told to use one in another way.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     console = Console(file=io.StringIO(), width=160)
     path = tmp_path / "rows.json"
-    assert run_demo(DemoOptions(json_path=path), console), console.file.getvalue()  # type: ignore[attr-defined]
+    options = DemoOptions(extra_tiers=[f"disk:{tmp_path / 'kv'}:2GiB"], json_path=path)
+    assert run_demo(options, console), console.file.getvalue()  # type: ignore[attr-defined]
     rows = {row["name"]: row for row in json.loads(path.read_text())}
     assert {"cold", "device", "host", "host-same", "needle-cold", "needle-host"} <= rows.keys()
     assert all(row["identical"] and row["cached_tokens"] == row["expected_tokens"] for row in rows.values())
     assert rows["host"]["cached_by_tier"]["host"] > 5000
+    assert {"disk", "disk-same", "needle-disk", "disk-restart", "multi", "merged"} <= rows.keys()
+    for name in ("disk", "disk-restart"):
+        assert rows[name]["cached_by_tier"].keys() == {"disk"}
+    assert rows["disk-restart"]["note"].startswith("a new process")
+    assert rows["merged"]["cached_by_tier"].keys() == {"host", "disk"}

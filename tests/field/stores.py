@@ -22,7 +22,7 @@ def real_rig(layout: CacheLayout, pages: int, tiers: Sequence[Connector], **opti
     rig = fake_rig(layout, pages, tiers, **options)  # type: ignore[arg-type]
     worker: Any = rig.engine.executor
     assert isinstance(worker, FakeWorker)
-    worker.wait = lambda timeout: time.sleep(0.0005)  # type: ignore[method-assign, assignment, func-returns-value]
+    worker.wait = lambda timeout: bool(time.sleep(0.0005))  # type: ignore[method-assign, func-returns-value]
     try:
         yield rig
     finally:
@@ -41,7 +41,12 @@ def open_gates(tier: Connector) -> None:
 
 def settle(rig: Rig) -> None:
     """Every transfer ends."""
-    eventually(lambda: (rig.step(), not len(rig.cache.core.book))[1])
+
+    def is_over() -> bool:
+        rig.step()
+        return not len(rig.cache.core.book)
+
+    eventually(is_over)
 
 
 def ask(rig: Rig, tokens: Sequence[int], count: int = 1, salt: str = "") -> RequestOutput:

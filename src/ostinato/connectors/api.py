@@ -17,6 +17,7 @@ from ostinato.cache.keys import BlockKey
 from ostinato.cache.layout import CacheLayout
 from ostinato.connectors.context import KVConnectorSchedulerContext
 from ostinato.connectors.record import RecordIdentity
+from ostinato.errors import ConnectorError
 from ostinato.ids import JobId, RequestId, Step, TierId
 from ostinato.transfer.job import TransferOrder, TransferReport
 
@@ -108,13 +109,13 @@ class Connector:
     def open(self, site: Site) -> None:
         """Called once, before anything else but :attr:`capabilities`.  Raises when the tier cannot be used at all."""
 
-    def make_mover(self, device: DevicePages, notify: Callable[[], None]) -> Mover:
+    def make_mover(self, device: DevicePages, notify: Callable[[], None]) -> Mover:  # noqa: ARG002
         """The worker half; ``notify()`` is to be called when a report is ready, from any thread."""
-        raise NotImplementedError
+        raise self._lacks("make_mover")
 
-    def slots(self, page_bytes: int) -> int:
+    def slots(self, page_bytes: int) -> int:  # noqa: ARG002
         """OWNED: how many pages the tier holds."""
-        raise NotImplementedError
+        raise self._lacks("slots")
 
     def probe(self, keys: Sequence[BlockKey]) -> Sequence[bool] | None:
         """Which of ``keys`` could be loaded now; None = not known yet, ask again."""
@@ -147,3 +148,7 @@ class Connector:
 
     def close(self) -> None:
         """Stop; nothing is called afterwards."""
+
+    def _lacks(self, method: str) -> ConnectorError:
+        name = type(self).__name__
+        return ConnectorError(f"connector {name} has no {method}(): it was made for another version of this interface")

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Final
 from urllib.parse import parse_qsl
 
-from ostinato.connectors.api import Connector
+from ostinato.connectors.api import Capabilities, Connector
 from ostinato.errors import ConfigError, ConnectorError, UnknownConnectorError
 
 ENTRY_POINT_GROUP: Final = "ostinato.connectors"
@@ -85,6 +85,11 @@ def make_connector(text: str) -> Connector:
     if not isinstance(connector, Connector):
         raise ConnectorError(
             f"tier {spec.text!r}: the factory of {spec.name!r} made {connector!r}, which is no Connector"
+        )
+    if not isinstance(getattr(connector, "capabilities", None), Capabilities):
+        raise ConnectorError(
+            f"tier {spec.text!r}: connector {type(connector).__name__} does not set its capabilities: it was made for "
+            "another version of this interface"
         )
     return connector
 

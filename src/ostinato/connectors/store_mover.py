@@ -112,6 +112,9 @@ class StoreMover:
                 if order.kind is JobKind.STORE and not any(good):
                     log.warning("tier %s took none of %d records: it is full", self._link.tier, len(good))
                     breaker.failed()
+                    # The next try may be long from now, and should not fail because a connection is gone by then.
+                    self._close(records)
+                    records = None
                     break
                 breaker.succeeded()
             moved = sum(move.length for index, move in enumerate(order.moves) if index not in failed)

@@ -16,7 +16,6 @@ from ostinato.engine.calls import Batch, Call, Observer, OverloadedError
 from ostinato.engine.engine_thread import EngineThread
 from ostinato.engine.llm import LLM
 from ostinato.errors import RequestError, StoppedError
-from ostinato.observe.stats import CacheStats
 from ostinato.scheduler.request import Phase
 
 T = TypeVar("T")
@@ -25,12 +24,30 @@ _PACE_WEIGHT: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True)
+class TierUse:
+    """Blocks of an owned tier; the others are in use.  Idle ones are hittable and may be evicted."""
+
+    tier: str
+    blocks: int
+    free: int
+    idle: int
+    quarantine: int
+    evictions: int
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
-    """What the engine is busy with; completions count one by one."""
+    """What the engine is busy with; completions count one by one, transfers since start."""
 
     running: int
     waiting: int
-    cache: CacheStats
+    tiers: tuple[TierUse, ...]
+    open_transfers: int
+    bytes_loaded: int
+    bytes_stored: int
+    failed_moves: int
+    in_doubt: int
+    revoked: int
 
 
 class AsyncLLM:
@@ -89,7 +106,7 @@ class AsyncLLM:
 
     async def ask(self, question: Callable[[LLM], T]) -> T:
         """Run ``question`` on the engine's thread, between two steps."""
-        if not self._thread.alive:
+        if not self._thread.thread.is_alive():
             raise StoppedError(self._refusing or "the engine does not run")
         loop: Final = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
@@ -111,7 +128,7 @@ class AsyncLLM:
         return await answer
 
     async def load(self) -> Load:
-        """A snapshot of the queue and the cache; costs a walk over the pool's pages."""
+        """What the engine is busy with; costs no walk over the pool, unlike ``LLM.stats``."""
         return await self.ask(_load)
 
     def refuse(self, why: str) -> None:
@@ -149,7 +166,24 @@ class AsyncLLM:
 def _load(llm: LLM) -> Load:
     phases = [request.phase for request in llm.built.engine.scheduler.requests.values()]
     running = sum(phase in (Phase.RUNNING, Phase.READY) for phase in phases)
-    return Load(running, len(phases) - running, llm.stats())
+    core = llm.built.hierarchy.core
+    book = core.book.stats
+    tiers = []
+    for tier in (core.device, *core.lower.values()):
+        pool, free = tier.pool, len(tier.pool.free_slots)
+        lost = pool.capacity - pool.reachable
+        tiers.append(TierUse(tier.tier, pool.capacity, free, pool.available - free, lost, tier.retention.evictions))
+    return Load(
+        running,
+        len(phases) - running,
+        tuple(tiers),
+        len(core.book),
+        book.bytes_loaded,
+        book.bytes_stored,
+        book.failed_moves,
+        book.in_doubt,
+        book.revoked,
+    )
 
 
 def _longest(llm: LLM) -> int:

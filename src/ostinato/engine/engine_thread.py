@@ -51,16 +51,12 @@ class EngineThread:
         self._known: dict[str, tuple[Batch, int, _Listener]] = {}
         self._outgoing: list[tuple[Batch, Event]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=self._run, name="ostinato-engine", daemon=True)
-
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
+        self.thread = threading.Thread(target=self._run, name="ostinato-engine", daemon=True)
 
     def start(self) -> None:
         """Begin; results go to the event loop that this is called in."""
         self._loop = asyncio.get_running_loop()
-        self._thread.start()
+        self.thread.start()
 
     def post(self, order: Callable[[], None]) -> None:
         """Have ``order`` run on the thread, between two steps."""
@@ -69,10 +65,10 @@ class EngineThread:
 
     async def join(self) -> None:
         """Wait for the end; closes the LLM of a thread that never began."""
-        if self._thread.ident is None:
+        if self.thread.ident is None:
             self._llm.close()
         else:
-            await asyncio.to_thread(self._thread.join)
+            await asyncio.to_thread(self.thread.join)
 
     def add(self, batch: Batch) -> None:
         """Take in all of the batch's calls, or none."""
@@ -84,7 +80,8 @@ class EngineThread:
                 listener = _Listener(batch, index, self._outgoing.append, self._observer)
                 self._known[call.request_id] = (batch, index, listener)
                 self._engine.watch(call.request_id, listener)
-        except RequestError as error:
+        except Exception as error:
+            # Also one that nobody thought of: the engine has not begun with it, so the others go on.
             self.abort(batch)
             self._outgoing.append((batch, error))
         else:
@@ -141,7 +138,8 @@ class EngineThread:
             outputs = self._engine.step()
         except CapacityError as error:
             # A request that starves is given up; when the engine itself is at an end, its next step says so.
-            self._drop_lost(error)
+            for request_id in [name for name, known in self._known.items() if not self._is_live(name, known[2])]:
+                self._outgoing.append((self._known.pop(request_id)[0], error))
             return
         for output in outputs:
             batch, index, _ = self._known.pop(output.request_id)
@@ -149,14 +147,12 @@ class EngineThread:
                 self._observer.finished(output)
             self._outgoing.append((batch, (index, output)))
 
-    def _drop_lost(self, error: CapacityError) -> None:
-        """Tell those whose request the engine gave up: it does not know them any more."""
-        for request_id, (batch, _, listener) in list(self._known.items()):
-            try:
-                self._engine.watch(request_id, listener)
-            except RequestError:
-                del self._known[request_id]
-                self._outgoing.append((batch, error))
+    def _is_live(self, request_id: str, listener: _Listener) -> bool:
+        try:
+            self._engine.watch(request_id, listener)
+        except RequestError:
+            return False
+        return True
 
     def _flush(self) -> None:
         if not self._outgoing:

@@ -159,6 +159,7 @@ class LLM:
                 done[output.request_id] = output
                 if on_finished is not None:
                     on_finished(output)
+        engine.hand_over()  # whoever kills the process while it waits for the next call loses little
         return [done[name] for name in names]
 
     def _prompt(self, item: PromptLike) -> Prompt:

@@ -160,6 +160,11 @@ class Engine:
             if self._transfers_open():
                 self.executor.wait(min(IDLE_WAIT_S, max(0.0, deadline - time.monotonic())))
 
+    def hand_over(self) -> None:
+        """When nothing is left to compute, give the movers what the last step left to store; does not wait for them."""
+        if not self._live and self._transfers_open():
+            self.step()
+
     def close(self, drain_s: float = 0.0) -> None:
         """Abort what runs; for up to ``drain_s`` seconds, let the tiers take what they were to have.  Never raises."""
         for request_id in list(self._live):

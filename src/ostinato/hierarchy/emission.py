@@ -47,7 +47,7 @@ class Emitter:
             for position in places
             for entry in self._full_units(request, table, group, position)
         )
-        pages = {entry.places[DEVICE].slot for entry in entries}
+        pages = {entry.places[DEVICE].slot for entry in entries} - self._core.book.stored_slots.keys()
         if not entries or len(pages) > pin_room(self._core):
             return None
         return order_store(self._core, tier, [(entry, HOLE) for entry in entries], None, self._step(), blocks)

@@ -52,7 +52,7 @@ class CacheHierarchy:
         self._admitter = Admitter(core, clock, self.requests)
         self._boundaries = Boundaries(core, self.handed_over)
         self._checkpoints = Checkpoints(core)
-        self._stores = Stores(core)
+        self._stores = Stores(core, clock)
         self._settlement = Settlement(core, self.requests)
 
     # One request.
@@ -167,6 +167,7 @@ class CacheHierarchy:
             if not item.ok:
                 self._give_up_table(self.requests[item.request_id], None)
         self._stores.demote(step)
+        self._stores.catch_up(step)
         for observer in self.observers:
             observer.on_step_end(step)
         self.handed_over.clear()

@@ -1,18 +1,22 @@
 """Copying blocks to lower tiers: when they fill (eager), or when the device is about to evict them (lazy).
 
 Owns: what is offered to which tier, and the share of the device that stores may pin.  Does not own: what a report
-means (``settlement``).  A store is never owed: one that finds no room is skipped.  An owned tier gets another chance
-when the block turns out to be a boundary, and once more before the device evicts it; an asked tier is offered a block
-once: when it fills, or, a state checkpoint, when it turns out to be a boundary (the others go nowhere: each is as big
-as many blocks, and all of them are on the way to one that is kept).  A block whose stores fail is soon left alone, or a
-broken tier would be kept busy for ever.
+means (``settlement``).  A store holds nothing back: one that finds no room is put off, and forgotten when the device
+evicts the block first.  An owned tier gets another chance when the block turns out to be a boundary, and once more
+before the device evicts it; an asked tier is offered a block once: when it fills, or, a state checkpoint, when it turns
+out to be a boundary (the others go nowhere: each is as big as many blocks, and all of them are on the way to one that
+is kept).  What it wants and stores may not pin yet goes as soon as they may.  A block whose stores fail is soon left
+alone, or a broken tier would be kept busy for ever.
 Thread: the scheduler's only.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+import logging
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
 from ostinato.cache.directory import Entry, Place
 from ostinato.cache.pool import Lease
@@ -22,17 +26,23 @@ from ostinato.ids import DEVICE, HOLE, JobId, SlotId, Step, TierId
 from ostinato.transfer.book import release
 from ostinato.transfer.job import Blocks, JobKind, JobState, Move, TransferOrder
 
+log: Final = logging.getLogger(__name__)
 LOOK_AHEAD_STEPS = 3
 """Evictions looked ahead for, in steps: what the next one takes, what is being copied, and one that is late."""
 MAX_STORE_FAILURES = 3
 """After so many a block is not copied down any more, until it is computed or loaded anew."""
+WARN_EVERY_S = 60.0
 
 
 class Stores:
-    """Orders STORE jobs for the entries it is shown."""
+    """Orders STORE jobs for the entries it is shown.  ``clock`` only limits how often something is logged."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, clock: Callable[[], float]) -> None:
         self._core = core
+        self._clock = clock
+        self._warned = -math.inf
+        self._put_off: dict[TierId, deque[list[Entry]]] = {}
+        """Pages that asked tiers wanted while stores pinned too many; the oldest go when there are too many."""
         per_step = sum(spec.pages(core.config.step_tokens) + 1 for spec in core.layout.groups)
         self._ahead = LOOK_AHEAD_STEPS * per_step
         self._seen: tuple[int, ...] = ()
@@ -60,9 +70,21 @@ class Stores:
             return
         for tier_id, probe in self._core.asked.items():
             wanted = probe.offer([entry.key for entry in entries])
-            pages = self._pages(entry for entry, wants in zip(entries, wanted, strict=True) if wants)
-            if pages:
-                order_store(self._core, tier_id, [(entry, HOLE) for page in pages for entry in page], None, step)
+            self._store_asked(tier_id, [entry for entry, wants in zip(entries, wanted, strict=True) if wants], step)
+
+    def catch_up(self, step: Step) -> None:
+        """Asked tiers get what was put off, as far as it is still on the device and stores may pin it now."""
+        for tier, waiting in self._put_off.items():
+            count = min(len(waiting), pin_room(self._core)) if waiting else 0
+            pages = [waiting.popleft() for _ in range(count)]
+            self._store_asked(tier, [entry for page in pages for entry in page if self._is_storable(entry)], step)
+
+    def _store_asked(self, tier: TierId, entries: Sequence[Entry], step: Step) -> None:
+        pages, rest = self._pages(entries)
+        if pages:
+            order_store(self._core, tier, [(entry, HOLE) for page in pages for entry in page], None, step)
+        if rest:
+            self._put_off.setdefault(tier, deque(maxlen=self._core.device.pool.capacity)).extend(rest)
 
     def demote(self, step: Step) -> None:
         """Under pressure, copy what the device would evict next and no owned tier below holds."""
@@ -94,18 +116,26 @@ class Stores:
             return False
         return entry.boundary or not self._core.is_checkpoint(entry)
 
-    def _pages(self, entries: Iterable[Entry]) -> list[list[Entry]]:
-        """Entries by device page, the most valuable first; no more pages than stores may still pin."""
+    def _pages(self, entries: Iterable[Entry]) -> tuple[list[list[Entry]], list[list[Entry]]]:
+        """Entries by device page, the most valuable first: those that stores may pin, and the rest."""
         pages: dict[SlotId, list[Entry]] = {}
         for entry in entries:
             pages.setdefault(entry.places[DEVICE].slot, []).append(entry)
-        ranked = sorted(pages.values(), key=rank_of, reverse=True)
-        return ranked[: max(0, pin_room(self._core))]
+        pinned, room = self._core.book.stored_slots, pin_room(self._core)
+        fit: list[list[Entry]] = []
+        rest: list[list[Entry]] = []
+        for page in sorted(pages.values(), key=rank_of, reverse=True):
+            new = page[0].places[DEVICE].slot not in pinned  # a page that another tier gets as well is pinned anyway
+            (fit if room > 0 or not new else rest).append(page)
+            room -= new
+        return fit, rest
 
     def _store(self, tier: OwnedTier, entries: Sequence[Entry], step: Step) -> None:
         """Order a store of what ``tier`` lacks of ``entries``: one tier slot per device page."""
-        pages = self._pages(entry for entry in entries if tier.tier not in entry.places)
+        pages, _ = self._pages(entry for entry in entries if tier.tier not in entry.places)
         lease, targets = tier.take_for_store([rank_of(page) for page in pages], f"store to {tier.tier}")
+        if len(targets) < len(pages):
+            self._tell_if_blocked(tier, len(targets))
         pairs = [(entry, slot) for page, slot in zip(pages, targets, strict=False) for entry in page]
         if not pairs:
             lease.release()
@@ -114,6 +144,18 @@ class Stores:
         for entry, slot in pairs:
             place = Place(slot, tier.pool.generation[slot], job_id)
             self._core.directory.write(entry.key, entry.ordinal, tier.tier, place, entry.boundary)
+
+    def _tell_if_blocked(self, tier: OwnedTier, taken: int) -> None:
+        """A full tier is no news; one that cannot evict, because others hold its slots, is."""
+        now = self._clock()
+        if tier.pool.available or taken == tier.pool.capacity or now - self._warned < WARN_EVERY_S:
+            return
+        self._warned = now
+        log.warning(
+            "tier %s: all of its %d slots are in use by transfers; blocks are not copied there until some end",
+            tier.tier,
+            tier.pool.capacity,
+        )
 
 
 def order_store(
@@ -140,8 +182,7 @@ def order_store(
 
 def pin_room(core: Core) -> int:
     """Device slots that stores may still pin."""
-    pinned = sum(len(job.device_lease.slots) for job in core.book if job.order.kind is JobKind.STORE)
-    return int(core.config.pin_share * core.device.pool.capacity) - pinned
+    return max(0, int(core.config.pin_share * core.device.pool.capacity) - len(core.book.stored_slots))
 
 
 def make_room(core: Core, short_by: int) -> bool:

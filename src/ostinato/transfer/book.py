@@ -7,11 +7,12 @@ the slots any more; a report for a job that is not open is counted and dropped. 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ostinato.cache.pool import Lease
-from ostinato.ids import JobId
+from ostinato.ids import JobId, SlotId
 from ostinato.transfer.job import JobKind, JobState, TransferJob, TransferOrder, TransferReport
 
 
@@ -36,6 +37,7 @@ class Book:
         self.world_size = world_size
         self._open: dict[JobId, TransferJob] = {}
         self._queue: dict[JobId, TransferJob] = {}
+        self._stored: Counter[SlotId] = Counter()
         self._next_id = 0
 
     def __len__(self) -> int:
@@ -43,6 +45,11 @@ class Book:
 
     def __iter__(self) -> Iterator[TransferJob]:
         return iter(self._open.values())
+
+    @property
+    def stored_slots(self) -> Mapping[SlotId, int]:
+        """Device slots that open stores read, and how many do."""
+        return self._stored
 
     def new_id(self) -> JobId:
         """Ids are never used twice, so that a late report cannot be taken for another job's."""
@@ -53,6 +60,8 @@ class Book:
         """Queue a job that owns both leases from now on."""
         job = TransferJob(order, device, tier, patience)
         self._open[order.job_id] = self._queue[order.job_id] = job
+        if order.kind is JobKind.STORE:
+            self._stored.update(list(device.slots))
         return job
 
     def get(self, job_id: JobId) -> TransferJob | None:
@@ -81,11 +90,19 @@ class Book:
         job.failed.update(index for index in report.failed if 0 <= index < len(job.order.moves))
         if len(job.reported) < self.world_size:
             return None
-        del self._open[report.job_id]
+        self._close(job)
         self._count(job)
         if job.state is JobState.STARTED:
             job.state = JobState.FAILED if job.failed else JobState.DONE
         return job
+
+    def _close(self, job: TransferJob) -> None:
+        del self._open[job.job_id]
+        if job.order.kind is JobKind.STORE:
+            for slot in job.device_lease.slots:
+                self._stored[slot] -= 1
+                if not self._stored[slot]:
+                    del self._stored[slot]
 
     def _count(self, job: TransferJob) -> None:
         self.stats.failed_moves += len(job.failed)
@@ -110,7 +127,8 @@ class Book:
         """Take back the queued jobs of ``kind``: no mover has seen them.  The caller releases their leases."""
         revoked = [job for job in self._queue.values() if job.order.kind is kind]
         for job in revoked:
-            del self._queue[job.job_id], self._open[job.job_id]
+            del self._queue[job.job_id]
+            self._close(job)
             job.state = JobState.REVOKED
             self.stats.revoked += 1
         return revoked

@@ -30,13 +30,12 @@ MOSTLY: Final = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """``prompt`` to ``model`` over ``tier``.  ``threads``: of the arithmetic; results are the same with any number."""
+    """``prompt`` to ``model`` over ``tier``, with ``pages`` of device pool."""
 
     model: str
     dtype: str
     tier: str
     pages: int
-    threads: int
     salt: str
     prompt: str
 
@@ -50,7 +49,7 @@ class Answer:
 
 
 def ask_anew(question: Question) -> Answer:
-    """Answer in a new process.  Raises OstinatoError with the last thing that it said."""
+    """Answer in a new process, in this one's environment.  Raises OstinatoError with the last thing that it said."""
     words = [sys.executable, "-m", "ostinato.serve.demo.restart"]
     done = subprocess.run(words, input=msgspec.json.encode(question), capture_output=True, check=False)
     if done.returncode:
@@ -97,11 +96,8 @@ def _pages_in_memory(descriptor: int) -> bytes | None:
 
 def answer(question: Question) -> Answer:
     """In this process, whose kernels are warm when the question is asked."""
-    import torch
-
     from ostinato.runtime.load import load_runtime
 
-    torch.set_num_threads(question.threads)
     runtime = load_runtime(question.model, question.dtype)
     with LLM(
         runtime,

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import torch
 from rich.console import Console
 
 from ostinato.connectors.registry import parse_spec
@@ -157,7 +156,7 @@ def _run_tier(stage: Stage, llm: LLM, scenario: Scenario, names: tuple[str, str]
 def _run_restart(stage: Stage, options: DemoOptions, tier: str, name: str, asked: tuple[str, str]) -> None:
     """The first engine of a new process; the tier's last one here is closed.  ``asked``: a prompt and its salt."""
     prompt, salt = asked
-    question = Question(options.model, options.dtype, tier, stage.pages, torch.get_num_threads(), salt, prompt)
+    question = Question(options.model, options.dtype, tier, stage.pages, salt, prompt)
     answer = ask_anew(question)
     stage.bars.advance(1)
     stage.add_row(name, answer.output, prompt, [prompt], warmth(answer))

@@ -25,7 +25,7 @@ from ostinato.serve.http.metrics import CONTENT_TYPE, Metrics
 log: Final = logging.getLogger(__name__)
 router: Final = APIRouter()
 _LOAD_PATIENCE_S: Final = 2.0
-_QUIET: Final = OPEN_PATHS | {"/metrics"}
+_QUIET: Final = frozenset({*OPEN_PATHS, "/metrics"})
 """Asked every few seconds by machines: not worth a line each."""
 
 

@@ -27,6 +27,12 @@ app: Final = typer.Typer()
 _PARTS: Final = ("fastapi", "uvicorn", "prometheus_client", "jinja2")
 _AUTO: Final = "auto"
 _MOST_AUTO: Final = 8 << 30
+Tiers = Annotated[
+    list[str] | None, typer.Option("--kv", help="A lower tier, such as host:4GiB; repeat it, fastest first.")
+]
+Keys = Annotated[
+    list[str] | None, typer.Option(envvar="OSTINATO_API_KEY", help="A key that clients must give; repeat it.")
+]
 
 
 @app.command()
@@ -37,10 +43,7 @@ def serve(
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="What clients call the model; repeat it. Default: MODEL.")
     ] = None,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(envvar="OSTINATO_API_KEY", help="A key that clients must give; repeat it.", show_default=False),
-    ] = None,
+    api_key: Keys = None,
     allow_public: Annotated[bool, typer.Option("--allow-public", help="Let other machines in without a key.")] = False,
     chat_template: Annotated[
         str | None, typer.Option(help="A Jinja file, plain or gemma. Default: the model's own.")
@@ -55,9 +58,7 @@ def serve(
     ] = 30.0,
     scheduling_policy: Annotated[str, typer.Option(help="fcfs or priority.")] = "fcfs",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
-    kv: Annotated[
-        list[str] | None, typer.Option("--kv", help="A lower tier, such as host:4GiB; repeat it, fastest first.")
-    ] = None,
+    kv: Tiers = None,
     kv_transfer_config: Annotated[str | None, typer.Option(help="More tiers, in vLLM's JSON.")] = None,
     kv_cache_memory: Annotated[
         str, typer.Option(help="Memory of the device pool, such as 4GiB. auto: half of what is free, at most 8 GiB.")
@@ -110,8 +111,7 @@ def _serve(model: str, engine: dict[str, Any], options: dict[str, Any], address:
 
         if options["template"] is not None:
             options["template"] = read_template(options["template"])
-        with bind(*address) as sock:
-            llm = _load(model, engine, bars)
+        with bind(*address) as sock, _load(model, engine, bars) as llm:
             print_startup(llm.startup, console)
             _begin_log()
             server = HttpServer(llm, ServerOptions(**options), sock)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 from fastapi import FastAPI, Request
@@ -21,6 +22,7 @@ from ostinato.errors import OstinatoError, PromptTooLongError, RequestError, Sam
 
 log: Final = logging.getLogger(__name__)
 _FIELD: Final = re.compile(r"^([a-z_]+)\b")
+_CODES: Final = MappingProxyType({404: "not_found", 405: "method_not_allowed", 413: "body_too_large"})
 _RETRY_WHEN_STOPPED_S: Final = 10
 
 
@@ -108,6 +110,8 @@ def _first(error: RequestValidationError) -> ApiError:
     first = details[0]
     if first["type"] == "json_invalid":
         return bad_request(f"the body is not JSON: {first.get('ctx', {}).get('error', '')}", None, "invalid_json")
+    if first["type"] == "not_text":
+        return bad_request(first["msg"], None, "invalid_text")
     if list(first["loc"]) == ["body"]:
         return bad_request("the body is not a JSON object sent as application/json", None, "invalid_body")
     path = [part for part in first["loc"] if part != "body"]
@@ -118,9 +122,10 @@ def _first(error: RequestValidationError) -> ApiError:
 
 async def _http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    found = ApiError(error.status_code, str(error.detail), None, None, error.headers)
+    code = _CODES.get(error.status_code)
+    found = ApiError(error.status_code, str(error.detail), None, code, error.headers)
     if error.status_code == 404:
-        found = ApiError(404, f"there is no {request.method} {request.url.path}", None, "not_found")
+        found = ApiError(404, f"there is no {request.method} {request.url.path}", None, code)
     note(request, found.code)
     return found.response()
 

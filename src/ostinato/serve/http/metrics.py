@@ -13,7 +13,6 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from ostinato.engine.async_llm import Load
 from ostinato.engine.outputs import RequestOutput
-from ostinato.observe.stats import CacheStats
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 _FIRST_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -69,18 +68,20 @@ class Metrics:
     def page(self, load: Load | None) -> bytes:
         """The text to scrape; without ``load`` the gauges keep their last values."""
         if load is not None:
-            self._running.set(load.running)
-            self._waiting.set(load.waiting)
-            self._look_at(load.cache)
+            self._look_at(load)
         return generate_latest(self.registry)
 
-    def _look_at(self, cache: CacheStats) -> None:
-        for tier in cache.tiers:
-            for state in ("free", "idle", "held", "limbo", "quarantine"):
-                self._pool.labels(tier.tier, state).set(getattr(tier, state))
+    def _look_at(self, load: Load) -> None:
+        self._running.set(load.running)
+        self._waiting.set(load.waiting)
+        for tier in load.tiers:
+            used = tier.blocks - tier.free - tier.idle - tier.quarantine
+            counts = {"free": tier.free, "idle": tier.idle, "used": used, "quarantine": tier.quarantine}
+            for state, count in counts.items():
+                self._pool.labels(tier.tier, state).set(count)
             self._evicted.labels(tier.tier).set(tier.evictions)
-        self._moved.labels("load").set(cache.bytes_loaded)
-        self._moved.labels("store").set(cache.bytes_stored)
-        self._open.set(cache.open_transfers)
-        for kind, count in (("failed", cache.failed_moves), ("in_doubt", cache.in_doubt), ("revoked", cache.revoked)):
+        self._moved.labels("load").set(load.bytes_loaded)
+        self._moved.labels("store").set(load.bytes_stored)
+        self._open.set(load.open_transfers)
+        for kind, count in (("failed", load.failed_moves), ("in_doubt", load.in_doubt), ("revoked", load.revoked)):
             self._failures.labels(kind).set(count)

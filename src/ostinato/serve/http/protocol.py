@@ -7,16 +7,21 @@ OpenAI's clients expect; names beyond OpenAI's are vLLM's.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Final
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from ostinato.sampling_params import SamplingParams
 from ostinato.serve.http.errors import bad_request
 
 MOST_LOGPROBS: Final = 20
+MOST_WORDS: Final = 256
+"""Each is looked for at every token, on the engine's thread."""
+_HALF: Final = re.compile("[\ud800-\udfff]")
 _SAMPLED: Final = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "n", "stop", "stop_token_ids", "min_tokens"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids", "bad_words"),
@@ -49,6 +54,14 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, given: Any) -> Any:
+        """JSON can spell halves of characters, which no tokenizer takes."""
+        if _has_half_character(given):
+            raise PydanticCustomError("not_text", "a text has a surrogate that stands alone: it is not Unicode")
+        return given
+
 
 class StreamOptions(Body):
     include_usage: bool | None = None
@@ -66,7 +79,7 @@ class Sampled(Body):
     top_p: float | None = None
     n: Annotated[int | None, Field(ge=1, le=128)] = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MOST_WORDS)] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
@@ -79,7 +92,7 @@ class Sampled(Body):
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
     allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    bad_words: Annotated[list[str] | None, Field(max_length=MOST_WORDS)] = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -184,6 +197,17 @@ class DetokenizeRequest(Body):
 
     model: str | None = None
     tokens: list[int]
+
+
+def _has_half_character(value: Any) -> bool:
+    match value:
+        case str():
+            return not value.isascii() and _HALF.search(value) is not None
+        case dict():
+            return any(_has_half_character(part) for pair in value.items() for part in pair)
+        case list():
+            return any(map(_has_half_character, value))
+    return False
 
 
 def _bias(given: Mapping[str, float]) -> dict[int, float]:

@@ -9,6 +9,7 @@ ended; then the tiers take what they were to have.  A second signal ends the pro
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import socket
 import time
@@ -30,6 +31,8 @@ from ostinato.serve.http.metrics import Metrics
 from ostinato.serve.http.prompts import Prompts
 
 _STOPPING: Final = "the server is stopping"
+_KEEP_ALIVE_S: Final = 65
+"""More than the minute for which proxies and clients usually keep an idle connection."""
 _LAST_WORDS_S: Final = 2
 """For writing the last events to clients after their requests were ended."""
 
@@ -75,21 +78,24 @@ class HttpServer:
             log_config=None,
             access_log=False,
             server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(options.shutdown_s) + _LAST_WORDS_S,
         )
         self._uvicorn = _Uvicorn(config, self.stop)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._dead = False
+        self.dead = False
+        """The engine failed."""
 
     def run(self, on_ready: Callable[[], None] = lambda: None) -> bool:
         """Serve to the end; False when the engine failed."""
         asyncio.run(self._run(on_ready))
-        return not self._dead
+        return not self.dead
 
     def stop(self) -> None:
-        """Begin to stop.  Any thread, or a signal handler."""
+        """Begin to stop; without effect before it runs and afterwards.  Any thread, or a signal handler."""
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._begin_to_stop)
+            with contextlib.suppress(RuntimeError):  # the event loop is closed: it has stopped
+                self._loop.call_soon_threadsafe(self._begin_to_stop)
 
     async def _run(self, on_ready: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -109,7 +115,7 @@ class HttpServer:
             self._loop.call_later(self._options.shutdown_s, self.llm.abort_all, _STOPPING)
 
     def _on_death(self) -> None:
-        self._dead = True
+        self.dead = True
         self._begin_to_stop()
 
 
