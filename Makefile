@@ -6,6 +6,8 @@ TORCH  ?= torch==2.13.0
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# Idle threads of the math libraries must not spin on the cores that the other process needs.
+PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest
 CODE   := $(wildcard src tests benchmarks examples)
 
 .DEFAULT_GOAL := help
@@ -25,12 +27,12 @@ $(STAMP): pyproject.toml
 	touch $@
 
 test: lint ## run every check: ruff, mypy, import contracts, pytest
-	$(BIN)/python -m pytest
+	$(PYTEST) -n 2 --dist loadfile
 
 stores: $(STAMP) ## run the connector kit over real Redis and Mooncake servers, installing them where that is allowed
 	scripts/install-stores $(BIN)/python
-	$(BIN)/python -m pytest -m stores -k "TestRedis or forgot_comes_back" tests/stores
-	$(BIN)/python -m pytest -m stores -k TestMooncake tests/stores/test_conformance_mooncake.py
+	$(PYTEST) -m stores -k "TestRedis or forgot_comes_back" tests/stores
+	$(PYTEST) -m stores -k TestMooncake tests/stores/test_conformance_mooncake.py
 
 lint: $(STAMP) ## run the checks that execute no test
 	$(BIN)/ruff check $(CODE)

@@ -51,7 +51,7 @@ def test_an_exact_class(name: str, keeps: str) -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("BloomForCausalLM", "attention interface"),
+        ("GPTNeoForCausalLM", "attention interface"),
         ("DeepseekV32ForCausalLM", "indexer"),
         ("MusicgenForCausalLM", "does not run on token ids"),
     ],
