@@ -9,7 +9,7 @@ import pytest
 from ostinato.conformance.bench import Subject
 from ostinato.conformance.kit import subject_of
 from ostinato.conformance.suite import ConnectorConformance
-from stores.mooncake_server import master, private_network, storage_owner
+from stores.mooncake_server import Program, master, private_network, storage_owner
 
 pytest.importorskip("mooncake", reason="pip install ostinato[mooncake]")
 pytestmark = pytest.mark.stores
@@ -21,16 +21,19 @@ def _network() -> Iterator[None]:
         yield
 
 
+def _url(store: Program) -> str:
+    return f"mooncake://{store.address}?segment=0"
+
+
 class TestMooncake(ConnectorConformance):
     @pytest.fixture
     def subject(self) -> Iterator[Subject]:
-        with master() as store, storage_owner(store), subject_of([f"mooncake://{store.address}?segment=0"]) as made:
+        with master() as store, storage_owner(store), subject_of([_url(store)]) as made:
             yield made
 
 
 class TestHostAndMooncake(ConnectorConformance):
     @pytest.fixture
     def subject(self) -> Iterator[Subject]:
-        with master() as store, storage_owner(store):
-            with subject_of(["host:1MiB", f"mooncake://{store.address}?segment=0"]) as made:
-                yield made
+        with master() as store, storage_owner(store), subject_of(["host:1MiB", _url(store)]) as made:
+            yield made
