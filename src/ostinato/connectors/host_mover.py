@@ -1,7 +1,6 @@
 """Host memory as a tier: worker half.
 
-Owns: the host arena and two threads, one for loads and one for stores (a load never queues behind a store).  Does not
-own: which slot holds what.  ``submit``, ``poll`` and ``cancel`` are called by the worker's thread only.
+Owns: the host arena and the copies.  Does not own: the threads (``threaded``), which slot holds what.
 
 The arena is one uint8 tensor ``[slots, page_bytes]``; the operating system gives it memory as it is first written.
 """
@@ -9,68 +8,37 @@ The arena is one uint8 tensor ``[slots, page_bytes]``; the operating system give
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections import deque
-from collections.abc import Callable
-from queue import SimpleQueue
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import torch
 
 from ostinato.connectors.api import DevicePages
-from ostinato.ids import JobId
+from ostinato.connectors.threaded import ThreadedMover
+from ostinato.ids import TierId
 from ostinato.transfer.job import JobKind, Move, TransferOrder, TransferReport
 
 log: Final = logging.getLogger(__name__)
 
 
-class HostMover:
+class HostMover(ThreadedMover):
     """Copies pages between the device pool and host memory."""
 
     def __init__(self, device: DevicePages, slots: int, notify: Callable[[], None]) -> None:
+        super().__init__(TierId("host"), notify)
         self.pages = torch.empty((slots, device.pages.shape[1]), dtype=torch.uint8)
         self._device = device
-        self._notify = notify
-        self._reports: deque[TransferReport] = deque()
-        self._pending: set[JobId] = set()
-        self._cancelled: set[JobId] = set()
-        self._queues: dict[JobKind, SimpleQueue[TransferOrder | None]] = {kind: SimpleQueue() for kind in JobKind}
-        self._threads = [
-            threading.Thread(target=self._run, args=(queue,), name=f"ostinato-host-{kind.value}", daemon=True)
-            for kind, queue in self._queues.items()
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def submit(self, order: TransferOrder) -> None:
-        self._pending.add(order.job_id)
-        self._queues[order.kind].put(order)
-
-    def poll(self) -> list[TransferReport]:
-        reports = []
-        while self._reports:
-            reports.append(self._reports.popleft())
-        ended = {report.job_id for report in reports}
-        self._pending -= ended
-        self._cancelled -= ended
-        return reports
-
-    def cancel(self, job_id: JobId) -> None:
-        """A job that has not begun is dropped (and reported as failed); one that has begun finishes."""
-        if job_id in self._pending:
-            self._cancelled.add(job_id)
+        self._start()
 
     def close(self) -> None:
-        for queue in self._queues.values():
-            queue.put(None)
+        self._stop()
         for thread in self._threads:
             thread.join()
 
-    def _run(self, queue: SimpleQueue[TransferOrder | None]) -> None:
-        while (order := queue.get()) is not None:
-            self._reports.append(self._execute(order))
-            self._notify()
+    def _serve(self, orders: Iterator[TransferOrder]) -> None:
+        for order in orders:
+            self._report(self._execute(order))
 
     def _execute(self, order: TransferOrder) -> TransferReport:
         everything = tuple(range(len(order.moves)))

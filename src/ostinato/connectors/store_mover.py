@@ -1,8 +1,8 @@
 """A tier that is asked: worker half.  Reads and writes records on threads of its own.
 
-Owns: the threads, batches, sealing and checking of records, one report per order.  Does not own: the store's protocol
-(``Records``), when a store is left alone (``breaker``, shared with the scheduler half).  ``submit``, ``poll``,
-``cancel`` and ``close`` are called by the worker's thread only; only ``close`` waits.
+Owns: batches, sealing and checking of records, one report per order.  Does not own: the threads (``threaded``), the
+store's protocol (``Records``), when a store is left alone (``breaker``, shared with the scheduler half).  ``close`` is
+called by the worker's thread, and the only call that waits.
 
 Loads go straight into the device pages that the order names: a page whose load fails is never published, so it does not
 matter what was written to it.
@@ -11,17 +11,15 @@ matter what was written to it.
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from queue import SimpleQueue
 from typing import Final
 
 from ostinato.connectors.api import DevicePages
 from ostinato.connectors.record import TRAILER_BYTES, check, seal
 from ostinato.connectors.records import CLOSE_S, Record, Records, StoreLink, record_name
-from ostinato.ids import JobId
+from ostinato.connectors.threaded import ThreadedMover
 from ostinato.transfer.job import JobKind, Move, TransferOrder, TransferReport
 
 log: Final = logging.getLogger(__name__)
@@ -29,31 +27,22 @@ BATCH_RECORDS: Final = 256
 BATCH_BYTES: Final = 32 << 20
 
 
-class StoreMover:
+class StoreMover(ThreadedMover):
     """``link.open_records`` connects; it is called on the mover's threads, when the first order comes."""
 
     def __init__(self, device: DevicePages, notify: Callable[[], None], link: StoreLink) -> None:
+        super().__init__(link.tier, notify)
         self.faults: Counter[str] = Counter()
         """Records that were not what was asked for, by kind of fault."""
         self._memory = memoryview(device.pages.numpy()).cast("B") if device.pages.numel() else memoryview(b"")
         self._page_bytes = int(device.pages.shape[1])
-        self._notify = notify
         self._link = link
         self._breakers = {JobKind.LOAD: link.breakers.load, JobKind.STORE: link.breakers.store}
-        self._reports: deque[TransferReport] = deque()
-        self._pending: set[JobId] = set()
-        self._cancelled: set[JobId] = set()
         self._closing = False
         # Two counters, each written by one thread.
         self._bytes_taken = 0
         self._bytes_ended = 0
-        self._queues: dict[JobKind, SimpleQueue[TransferOrder | None]] = {kind: SimpleQueue() for kind in JobKind}
-        self._threads = [
-            threading.Thread(target=self._run, args=(queue,), name=f"ostinato-{link.tier}-{kind.value}", daemon=True)
-            for kind, queue in self._queues.items()
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._start()
 
     @property
     def backlog_bytes(self) -> int:
@@ -61,39 +50,23 @@ class StoreMover:
         return self._bytes_taken - self._bytes_ended
 
     def submit(self, order: TransferOrder) -> None:
-        self._pending.add(order.job_id)
         if order.kind is JobKind.STORE:
             self._bytes_taken += order.total_bytes
-        self._queues[order.kind].put(order)
-
-    def poll(self) -> list[TransferReport]:
-        reports = []
-        while self._reports:
-            reports.append(self._reports.popleft())
-        ended = {report.job_id for report in reports}
-        self._pending -= ended
-        self._cancelled -= ended
-        return reports
-
-    def cancel(self, job_id: JobId) -> None:
-        """What was not begun is given up (and reported as failed); a batch that has begun finishes."""
-        if job_id in self._pending:
-            self._cancelled.add(job_id)
+        super().submit(order)
 
     def close(self) -> None:
         """Give up what was not begun, and wait for the batches that were, which the store's own time-outs bound."""
         self._closing = True
-        for queue in self._queues.values():
-            queue.put(None)
+        self._stop()
         until = time.monotonic() + CLOSE_S
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
             if thread.is_alive():
                 log.warning("tier %s: %s has hung for %.0f s; left behind", self._link.tier, thread.name, CLOSE_S)
 
-    def _run(self, queue: SimpleQueue[TransferOrder | None]) -> None:
+    def _serve(self, orders: Iterator[TransferOrder]) -> None:
         records: Records | None = None
-        while (order := queue.get()) is not None:
+        for order in orders:
             start, failed = time.perf_counter(), set(range(len(order.moves)))
             breaker = self._breakers[order.kind]
             for first, moves in _batches(order.moves, self._link):
@@ -119,10 +92,9 @@ class StoreMover:
                 breaker.succeeded()
             moved = sum(move.length for index, move in enumerate(order.moves) if index not in failed)
             took = time.perf_counter() - start
-            self._reports.append(TransferReport(order.job_id, 0, tuple(sorted(failed)), moved, took))
             if order.kind is JobKind.STORE:
                 self._bytes_ended += order.total_bytes
-            self._notify()
+            self._report(TransferReport(order.job_id, 0, tuple(sorted(failed)), moved, took))
         self._close(records)
 
     def _move(self, records: Records, kind: JobKind, moves: Sequence[Move]) -> Sequence[bool]:

@@ -1,8 +1,8 @@
 """The disk tier: worker half.  A load and a store thread between device pages and a :class:`Bytes`.
 
-Owns: the threads, batches, one report per order.  Does not own: files and index (``store``).  ``submit``, ``poll`` and
-``cancel`` are called by the worker's thread only and never block.  Loads go straight into the device pages that the
-order names: a page whose load fails is never published, so it does not matter what was written to it.
+Owns: batches, one report per order.  Does not own: the threads (``connectors.threaded``), files and index (``store``).
+Loads go straight into the device pages that the order names: a page whose load fails is never published, so it does not
+matter what was written to it.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from queue import SimpleQueue
 from typing import Final, Protocol
 
 from ostinato.connectors.api import DevicePages
 from ostinato.connectors.disk.codec import Item
-from ostinato.ids import JobId
+from ostinato.connectors.threaded import ThreadedMover
+from ostinato.ids import TierId
 from ostinato.transfer.job import JobKind, Move, TransferOrder, TransferReport
 
 log: Final = logging.getLogger(__name__)
@@ -33,49 +32,21 @@ class Bytes(Protocol):
     def read(self, items: Sequence[Item]) -> list[bool]: ...
 
 
-class DiskMover:
+class DiskMover(ThreadedMover):
     """``drain_s``: how long :meth:`close` goes on with stores that were ordered."""
 
     def __init__(self, device: DevicePages, notify: Callable[[], None], store: Bytes, drain_s: float) -> None:
+        super().__init__(TierId("disk"), notify)
         self._memory = memoryview(device.pages.numpy()).cast("B") if device.pages.numel() else memoryview(b"")
         self._page_bytes = int(device.pages.shape[1])
-        self._notify = notify
         self._store = store
         self._drain_s = drain_s
         self._give_up = threading.Event()
-        self._reports: deque[TransferReport] = deque()
-        self._pending: set[JobId] = set()
-        self._cancelled: set[JobId] = set()
-        self._queues: dict[JobKind, SimpleQueue[TransferOrder | None]] = {kind: SimpleQueue() for kind in JobKind}
-        self._threads = [
-            threading.Thread(target=self._run, args=(queue,), name=f"ostinato-disk-{kind.value}", daemon=True)
-            for kind, queue in self._queues.items()
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def submit(self, order: TransferOrder) -> None:
-        self._pending.add(order.job_id)
-        self._queues[order.kind].put(order)
-
-    def poll(self) -> list[TransferReport]:
-        reports = []
-        while self._reports:
-            reports.append(self._reports.popleft())
-        ended = {report.job_id for report in reports}
-        self._pending -= ended
-        self._cancelled -= ended
-        return reports
-
-    def cancel(self, job_id: JobId) -> None:
-        """What was not begun is given up (and reported as failed); a batch that has begun finishes."""
-        if job_id in self._pending:
-            self._cancelled.add(job_id)
+        self._start()
 
     def close(self) -> None:
         """Finish what was ordered, but begin nothing after ``drain_s`` seconds."""
-        for queue in self._queues.values():
-            queue.put(None)
+        self._stop()
         deadline = time.monotonic() + self._drain_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -83,10 +54,9 @@ class DiskMover:
         for thread in self._threads:
             thread.join()
 
-    def _run(self, queue: SimpleQueue[TransferOrder | None]) -> None:
-        while (order := queue.get()) is not None:
-            self._reports.append(self._carry_out(order))
-            self._notify()
+    def _serve(self, orders: Iterator[TransferOrder]) -> None:
+        for order in orders:
+            self._report(self._carry_out(order))
 
     def _carry_out(self, order: TransferOrder) -> TransferReport:
         start, failed = time.perf_counter(), set(range(len(order.moves)))

@@ -80,7 +80,7 @@ def blank_model(config: Path, dtype: str) -> PreTrainedModel:
         raise ModelRefusedError(
             f"transformers makes no causal language model from {config}: {_first_line(error)}"
         ) from error
-    result: PreTrainedModel = model.eval().requires_grad_(False)
+    result: PreTrainedModel = model.train(False).requires_grad_(False)
     return result
 
 

@@ -93,7 +93,7 @@ def load_model(files: ModelFiles, dtype: torch.dtype) -> PreTrainedModel:
         raise ModelFileError(f"cannot load the weights in {files.folder}: {_first_line(error)}") from error
     model, info = loaded
     _refuse_partial(files, info)
-    result: PreTrainedModel = model.eval().requires_grad_(False)
+    result: PreTrainedModel = model.train(False).requires_grad_(False)
     return result
 
 
