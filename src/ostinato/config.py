@@ -23,7 +23,7 @@ class EngineConfig:
     it, else float32 (which is then faster).  ``kv_cache_memory``: bytes of the device pool, as a number or
     text such as ``2GiB``; ``num_gpu_blocks_override`` gives it in pages instead.  ``kv``: lower tiers from fast to
     slow, such as ``("host:8GiB",)``; a transfer that takes longer than its deadline is given up.
-    ``kv_transfer_config``: more tiers behind them, in vLLM's JSON.
+    ``kv_transfer_config``: more tiers behind them, in vLLM's JSON.  ``kv_events_config``: publish KV events, likewise.
     ``check_invariants``: audit after every step and poison memory (slow; for tests).
     """
 
@@ -34,6 +34,7 @@ class EngineConfig:
     num_gpu_blocks_override: int | None = None
     kv: Sequence[str] = field(default=(), repr=False)
     kv_transfer_config: str | None = field(default=None, repr=False)
+    kv_events_config: str | None = None
     enable_prefix_caching: bool = True
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
@@ -61,6 +62,8 @@ class EngineConfig:
             raise ConfigError(f'kv is a list of tiers such as ["host:8GiB"], not a {type(self.kv).__name__}')
         if self.kv_transfer_config is not None and not isinstance(self.kv_transfer_config, str):
             raise ConfigError(f"kv_transfer_config is JSON text, not a {type(self.kv_transfer_config).__name__}")
+        if self.kv_events_config is not None and not isinstance(self.kv_events_config, str):
+            raise ConfigError(f"kv_events_config is JSON text, not a {type(self.kv_events_config).__name__}")
         if (self.kv or self.kv_transfer_config) and not self.enable_prefix_caching:
             raise ConfigError("kv tiers do nothing without enable_prefix_caching")
 

@@ -1,6 +1,7 @@
 """What is cached where: key -> entry -> the owned tiers that hold it.
 
-Owns: the map from keys to places and back from slots to keys; recency and boundary marks of keys.
+Owns: the map from keys to places and back from slots to keys; recency and boundary marks of keys; telling listeners
+what can be hit.
 Does not own: slots (``pool``), eviction order (``retention``), answers of kept and shared tiers (asked per request).
 Invariant: a tier holds a key at most once; a place names the slot's generation at the time of writing.
 Thread: the scheduler's only.
@@ -8,10 +9,12 @@ Thread: the scheduler's only.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from ostinato.cache.keys import BlockKey
-from ostinato.ids import JobId, Ordinal, SlotId, TierId
+from ostinato.cache.ports import DirectoryListener
+from ostinato.ids import GroupId, JobId, Ordinal, SlotId, TierId
 
 
 class Place:
@@ -54,6 +57,9 @@ class Directory:
     def __init__(self) -> None:
         self._entries: dict[BlockKey, Entry] = {}
         self._contents: dict[tuple[TierId, SlotId], list[Entry]] = {}
+        self.listeners: tuple[DirectoryListener, ...] = ()
+        self.units: Counter[tuple[TierId, GroupId]] = Counter()
+        """Copies, those that are being written included, by tier and group."""
         self.tick = 0
         self.written = 0
         """Copies published since start: as long as it stays, no hit has become longer."""
@@ -87,7 +93,15 @@ class Directory:
         entry.places[tier] = place
         entry.boundary |= boundary
         self._contents.setdefault((tier, place.slot), []).append(entry)
+        self.units[tier, key.group] += 1
+        if place.ready:
+            self._tell_stored(key, tier)
         return entry
+
+    def confirm(self, entry: Entry, tier: TierId) -> None:
+        """The load or store that was writing the copy has ended well."""
+        entry.places[tier].job = None
+        self._tell_stored(entry.key, tier)
 
     def withdraw(self, key: BlockKey, tier: TierId) -> Place | None:
         """Forget one copy (it failed, or was evicted); the entry goes with its last copy."""
@@ -101,6 +115,10 @@ class Directory:
             del self._contents[tier, place.slot]
         if not entry.places:
             del self._entries[key]
+        self.units[tier, key.group] -= 1
+        if place.ready:
+            for listener in self.listeners:
+                listener.on_removed(key, tier)
         return place
 
     def evict(self, tier: TierId, slot: SlotId) -> list[BlockKey]:
@@ -109,6 +127,10 @@ class Directory:
         for key in keys:
             self.withdraw(key, tier)
         return keys
+
+    def _tell_stored(self, key: BlockKey, tier: TierId) -> None:
+        for listener in self.listeners:
+            listener.on_stored(key, tier)
 
     def next_tick(self) -> int:
         """Start of a new use: entries touched with it count as equally recent."""

@@ -42,3 +42,13 @@ class Observer(Protocol):
 
     def on_step_end(self, step: Step) -> None:
         """Everything up to ``step`` is settled."""
+
+
+class DirectoryListener(Protocol):
+    """Somebody who wants to know which copies can be hit (KV events)."""
+
+    def on_stored(self, key: BlockKey, tier: TierId) -> None:
+        """``tier`` holds ``key`` from now on, ready to be used."""
+
+    def on_removed(self, key: BlockKey, tier: TierId) -> None:
+        """``tier`` does not hold ``key`` any more; it was ready there."""

@@ -75,6 +75,8 @@ class AsyncLLM:
         """What a request takes, as a moving mean."""
         self._refusing = ""
         self._thread = EngineThread(llm, observer, self._died)
+        if llm.built.events is not None:
+            llm.built.events.wake = lambda: self._thread.post(lambda: None)
 
     def start(self) -> None:
         """Begin; called in the event loop that will be served."""

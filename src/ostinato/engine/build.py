@@ -24,7 +24,10 @@ from ostinato.engine.loop import Engine
 from ostinato.engine.startup import StartupReport, TierRow, group_rows
 from ostinato.engine.text import AddedToken, Vocabulary
 from ostinato.errors import CapacityError, ConfigError, RequestError
+from ostinato.events.config import parse_events_config
+from ostinato.events.publisher import ZmqPublisher
 from ostinato.hierarchy.hierarchy import CacheHierarchy
+from ostinato.hierarchy.kv_events import KvEventSource
 from ostinato.hierarchy.tiers import Core, CoreConfig, OwnedTier, StoreMode
 from ostinato.ids import DEVICE, TierId
 from ostinato.memory import check_memory
@@ -45,6 +48,7 @@ class BuiltEngine:
     worker: Worker
     connectors: tuple[Connector, ...]
     report: StartupReport
+    events: ZmqPublisher | None = None
 
 
 def build_engine(
@@ -57,7 +61,7 @@ def build_engine(
     layout = runtime.layout
     pages, max_model_len = _sizes(runtime, config)
     tiers = make_tiers(config) if connectors is None else expand(connectors)
-    identity = RecordIdentity(layout.fingerprint(), _namespace(runtime, "").seed())
+    identity = RecordIdentity(layout.fingerprint(), namespace_seed(runtime, ""))
     for connector in tiers:
         connector.open(Site(layout, identity, model=runtime.name))
     core = _core(layout, config, pages, tiers)
@@ -68,6 +72,7 @@ def build_engine(
         for connector in tiers:
             worker.attach(connector.tier, connector.make_mover(device, worker.notify))
         bind_connectors(tiers, hierarchy)
+        events = _publisher(config, hierarchy, namespace_seed(runtime, ""))
     except BaseException:
         worker.close()  # the threads of those that were made
         raise
@@ -84,7 +89,21 @@ def build_engine(
         Limits(max_model_len, pages, layout.page_bytes, vocabulary_size(runtime)),
         on_step=hierarchy.audit if config.check_invariants else None,
     )
-    return BuiltEngine(engine, hierarchy, worker, tiers, _report(runtime, config, core, max_model_len))
+    return BuiltEngine(engine, hierarchy, worker, tiers, _report(runtime, config, core, max_model_len), events)
+
+
+def _publisher(config: EngineConfig, hierarchy: CacheHierarchy, everybody: bytes) -> ZmqPublisher | None:
+    """Whoever publishes KV events; listens to the directory from now on."""
+    if config.kv_events_config is None:
+        return None
+    wanted = parse_events_config(config.kv_events_config)
+    if not wanted.enabled:
+        return None
+    publisher = ZmqPublisher(wanted)
+    source = KvEventSource(hierarchy.core, hierarchy.requests, publisher, everybody)
+    hierarchy.core.directory.listeners = (*hierarchy.core.directory.listeners, source)
+    hierarchy.observers = (*hierarchy.observers, source)
+    return publisher
 
 
 def _sizes(runtime: Runtime, config: EngineConfig) -> tuple[int, int]:
@@ -140,10 +159,12 @@ def _core(layout: CacheLayout, config: EngineConfig, pages: int, connectors: Seq
 
 
 def _seeder(runtime: Runtime) -> Callable[[str], bytes]:
-    def seed(salt: str) -> bytes:
-        return _namespace(runtime, salt).seed()
+    return lambda salt: namespace_seed(runtime, salt)
 
-    return seed
+
+def namespace_seed(runtime: Runtime, salt: str) -> bytes:
+    """The first link of the key chains of all prompts with ``salt``."""
+    return _namespace(runtime, salt).seed()
 
 
 def _namespace(runtime: Runtime, salt: str) -> Namespace:

@@ -23,6 +23,7 @@ from ostinato.engine.live import Prompt
 from ostinato.engine.outputs import RequestOutput
 from ostinato.engine.startup import StartupReport
 from ostinato.errors import ConfigError, RequestError, StoppedError
+from ostinato.events.config import parse_events_config
 from ostinato.hierarchy.stats import snapshot
 from ostinato.observe.stats import CacheStats
 from ostinato.runtime.load import Runtime, load_runtime
@@ -58,6 +59,8 @@ class LLM:
         config = _config(name, options)
         # Made before the weights are read: a mistake in a tier need not wait for them.
         tiers = make_tiers(config)
+        if config.kv_events_config is not None:
+            parse_events_config(config.kv_events_config)
         runtime = model if isinstance(model, Runtime) else _load(name, config, progress)
         if config.dtype not in ("auto", runtime.identity.dtype):
             raise ConfigError(f"the runtime was loaded in {runtime.identity.dtype}, not in {config.dtype}")
@@ -137,6 +140,8 @@ class LLM:
             self._closed = True
             self._built.engine.close(CLOSE_S)
             close_all(self._built.connectors)
+            if self._built.events is not None:
+                self._built.events.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -69,8 +69,8 @@ class Settlement:
                     entry.failed_stores += 1
                 if ours:
                     self._core.directory.withdraw(move.key, target)
-            elif ours and place is not None:
-                place.job = None
+            elif ours and entry is not None:
+                self._core.directory.confirm(entry, target)
         if order.kind is JobKind.LOAD:
             if lost:
                 self._refute(order.tier, lost)

@@ -12,6 +12,7 @@ from ostinato.config import EngineConfig
 from ostinato.connectors.registry import parse_bytes
 from ostinato.connectors.tiers import make_tiers
 from ostinato.errors import ConfigError
+from ostinato.events.config import parse_events_config
 from ostinato.memory import check_memory
 from ostinato.runtime.models import Progress, resolve
 
@@ -28,5 +29,7 @@ def check_early(config: EngineConfig, progress: Progress) -> None:
     check_memory("the device pool", parse_bytes(memory) if isinstance(memory, str) else memory)
     for connector in make_tiers(config):
         connector.close()
+    if config.kv_events_config is not None:
+        parse_events_config(config.kv_events_config)
     # Results alone go to stdout.
     resolve(config.model, lambda text: print(text, file=sys.stderr), progress)

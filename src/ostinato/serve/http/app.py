@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ostinato import __version__
-from ostinato.serve.http import chat, completions, errors
+from ostinato.serve.http import chat, completions, errors, events
 from ostinato.serve.http.auth import OPEN_PATHS, ApiKeys, Door
 from ostinato.serve.http.errors import ApiError, api_error
 from ostinato.serve.http.exchange import CLIENT_LEFT, ClientLeftError, Exchange, Service, service_of
@@ -33,7 +33,7 @@ def create_app(service: Service, keys: ApiKeys, max_body: int) -> ASGIApp:
     """The server's ASGI application.  ``max_body``: bytes that a request's body may have."""
     app = FastAPI(title="Ostinato", version=__version__, docs_url="/docs", redoc_url=None)
     app.state.service = service
-    for part in (router, completions.router, chat.router):
+    for part in (router, completions.router, chat.router, events.router):
         app.include_router(part)
     errors.install(app)
     app.add_exception_handler(ClientLeftError, _client_left)

@@ -60,6 +60,7 @@ def serve(
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
     kv: Tiers = None,
     kv_transfer_config: Annotated[str | None, typer.Option(help="More tiers, in vLLM's JSON.")] = None,
+    kv_events_config: Annotated[str | None, typer.Option(help="Publish KV events over ZeroMQ; vLLM's JSON.")] = None,
     kv_cache_memory: Annotated[
         str, typer.Option(help="Memory of the device pool, such as 4GiB. auto: half of what is free, at most 8 GiB.")
     ] = _AUTO,
@@ -72,6 +73,7 @@ def serve(
         "dtype": dtype,
         "kv": tuple(kv or ()),
         "kv_transfer_config": kv_transfer_config,
+        "kv_events_config": kv_events_config,
         "kv_cache_memory": kv_cache_memory,
         "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs,

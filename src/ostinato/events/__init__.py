@@ -1,0 +1,1 @@
+"""KV events on the wire: publishing them, following them, predicting hits from them."""
