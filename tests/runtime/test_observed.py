@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import tiny_models as tiny
 from families.configs import build
 from ostinato.runtime.bare_weights import BareWeight
 from ostinato.runtime.linear import PackedLinear, make_invariant
@@ -51,3 +52,15 @@ def test_families(name: str, reached: int, chooses: bool) -> None:
     model = build(name)
     seen = observe(model, lambda: model(input_ids=torch.ones(1, 5, dtype=torch.long), use_cache=False))
     assert (len(seen.reached), seen.chooses) == (reached, chooses)
+
+
+def test_to_ask_for_a_tied_weights_dtype_does_not_reach_it() -> None:
+    """``model.dtype`` looks at the first parameter, which is the embedding's, and often the head's as well."""
+    model = tiny.gemma3()
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+
+    def run() -> None:
+        assert model.dtype.is_floating_point
+        model(input_ids=torch.tensor([[3, 4]]))
+
+    assert observe(model, run).reached == ()

@@ -155,6 +155,9 @@ def _core(layout: CacheLayout, config: EngineConfig, pages: int, connectors: Seq
         store_deadline_s=config.store_deadline_s,
     )
     device = OwnedTier(DEVICE, pages, directory)
+    # Memory is given on its first use, so one after the other they would all seem to fit.
+    slots = pages + sum(tier.pool.capacity for tier in lower.values())
+    check_memory("the device pool and the tiers in memory", slots * layout.page_bytes)
     return Core(layout, core_config, directory, device, lower, {}, Book(), order)
 
 

@@ -20,7 +20,9 @@ Thread: the worker's; movers read and write whole ranges of ``raw`` for pages th
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -74,7 +76,6 @@ class Arena:
         self.layout = layout
         self.num_pages = num_pages
         self._dtype = specs.dtype
-        # Written once here, so that a machine that promised too much says so at start and not in mid-service.
         self.raw = _aligned(num_pages, layout.page_bytes)
         if poison:
             self.raw.view(torch.int16).fill_(_NAN)
@@ -153,8 +154,17 @@ def _bytes(view: torch.Tensor) -> int:
 
 
 def _aligned(num_pages: int, page_bytes: int) -> torch.Tensor:
-    """Zeroed ``uint8 [num_pages, page_bytes]`` whose first byte is aligned for the widest vector load."""
+    """Zeroed ``uint8 [num_pages, page_bytes]`` whose first byte is aligned for the widest vector load.
+
+    The system gives memory on its first use (to write all of 8 GiB at start takes six seconds), in huge pages where it
+    has them.
+    """
     size = num_pages * page_bytes
-    memory = torch.zeros(size + ALIGNMENT, dtype=torch.uint8)
-    skip = -memory.data_ptr() % ALIGNMENT
-    return memory[skip : skip + size].view(num_pages, page_bytes)
+    memory = mmap.mmap(-1, size + ALIGNMENT, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    # It holds on to the mapping.
+    flat = torch.frombuffer(memory, dtype=torch.uint8)
+    skip = -flat.data_ptr() % ALIGNMENT
+    return flat[skip : skip + size].view(num_pages, page_bytes)

@@ -15,7 +15,7 @@ the embedding keeps the plain one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final
@@ -57,13 +57,29 @@ _RULES: Final = (ANY_ROWS, PAIRS, RowRule(16, 16))
 
 
 @dataclass(frozen=True, slots=True)
+class Choice:
+    """A kernel for one shape of weight; ``rule`` is None when no row rule holds for it."""
+
+    rule: RowRule | None
+    packed: bool
+
+
+Choices = Mapping[str, Choice]
+"""By shape: ``out x in dtype bias``."""
+
+
+@dataclass(frozen=True, slots=True)
 class LinearPlan:
-    """What was chosen: ``body`` binds the rows of a batch, ``head`` those of the logits."""
+    """What was chosen: ``body`` binds the rows of a batch, ``head`` those of the logits.
+
+    ``choices``: of each shape, for another start to take over.
+    """
 
     body: RowRule
     head: RowRule
     kernels: tuple[str, ...]
     invariant: bool
+    choices: Choices
 
     def stricter(self) -> LinearPlan:
         """The same with the strictest rule for the rows of a batch."""
@@ -117,22 +133,17 @@ class PackedLinear(nn.Module):
         return product
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    rule: RowRule | None
-    packed: bool
-
-
-def make_invariant(model: nn.Module, head: nn.Module | None) -> LinearPlan:
+def make_invariant(model: nn.Module, head: nn.Module | None, known: Choices | None = None) -> LinearPlan:
     """Replace every plain linear of ``model`` where that is shown to be better, and say which row rule then holds.
 
-    ``head`` is the output projection; its rows are counted apart, since it sees sampled rows only.
+    ``head`` is the output projection; its rows are counted apart, since it sees sampled rows only.  ``known``: what
+    was chosen at an earlier start; those shapes are not tried again.
     """
-    choices: dict[tuple[int, int, torch.dtype, bool], _Choice] = {}
+    choices = dict(known or {})
     body, top, kernels = PAIRS, ANY_ROWS, set[str]()
     invariant = not any(map(_is_stack, model.parameters()))
     for parent, name, linear in list(_linears(model)):
-        shape = (linear.out_features, linear.in_features, linear.weight.dtype, linear.bias is not None)
+        shape = _shape(linear)
         if shape not in choices:
             choices[shape] = _choose(linear)
         choice = choices[shape]
@@ -145,7 +156,12 @@ def make_invariant(model: nn.Module, head: nn.Module | None) -> LinearPlan:
         kernels.add("onednn packed" if choice.packed else "torch")
         if choice.packed:
             setattr(parent, name, PackedLinear(linear, rule))
-    return LinearPlan(body, top, tuple(sorted(kernels)), invariant)
+    return LinearPlan(body, top, tuple(sorted(kernels)), invariant, MappingProxyType(choices))
+
+
+def _shape(linear: nn.Linear) -> str:
+    dtype = str(linear.weight.dtype).removeprefix("torch.")
+    return f"{linear.out_features} x {linear.in_features} {dtype}{' bias' * (linear.bias is not None)}"
 
 
 def _is_stack(parameter: nn.Parameter) -> bool:
@@ -165,7 +181,7 @@ def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
                 yield parent, name, child
 
 
-def _choose(linear: nn.Linear) -> _Choice:
+def _choose(linear: nn.Linear) -> Choice:
     """The packed kernel when it agrees with the plain one and some row rule holds for it; else the plain one."""
     large = linear.weight.numel() > _LARGE_WEIGHT
     counts = _LARGE_TRIAL_ROWS if large else _TRIAL_ROWS
@@ -179,8 +195,8 @@ def _choose(linear: nn.Linear) -> _Choice:
         if usable and (twin := _try_pack(trial)) is not None:
             rule = row_rule(twin, inputs, counts)
             if rule is not None:
-                return _Choice(rule, packed=True)
-        return _Choice(row_rule(trial, inputs, counts), packed=False)
+                return Choice(rule, packed=True)
+        return Choice(row_rule(trial, inputs, counts), packed=False)
 
 
 def cancelling(linear: nn.Linear, inputs: torch.Tensor) -> tuple[nn.Linear, torch.Tensor]:

@@ -1,7 +1,7 @@
 """From a model's name to something that can run step plans.
 
 Owns: the order of loading (resolve, load, probe, layout, kernels, self-check) and :class:`Runtime`, its result.  Does
-not own: any of those steps.
+not own: any of those steps.  A self-check whose outcome is known (``verdict``) is not held again.
 
 ::
 
@@ -49,6 +49,7 @@ from ostinato.runtime.scans import select_scans
 from ostinato.runtime.selfcheck import Promise
 from ostinato.runtime.specs import output_head, probe_specs
 from ostinato.runtime.unaligned import Unaligned, align, find_unaligned
+from ostinato.runtime.verdict import Verdict, recall, remember, trial_name
 from ostinato.runtime.worker import MoverPort, Worker
 
 HASH_UNIT: Final = 16
@@ -151,12 +152,15 @@ def build_runtime(
     layout = build_layout(specs.layers, hash_unit=HASH_UNIT)
     frozen = freeze_rope(model, longest)
     config_digest = _config_digest(model, frozen)
-    expected, observed, unaligned = _observe(model, tokenizer)
-    prepared, notes = _prepare(model, specs, observed)
+    dtype = str(specs.dtype).removeprefix("torch.")
+    # A model without a digest (made in memory) is tried every time.
+    trial = trial_name(weights, config_digest, layout.fingerprint(), dtype) if weights else ""
+    known = recall(trial) if trial else None
+    expected, observed, unaligned = _observe(model, tokenizer, tried=known is not None)
+    made, notes = _prepare(model, specs, observed, known)
     # Last: whatever replaces a module's forward pass would undo it.
     align(model, unaligned, replaced_experts(model))
-    prepared, promise = selfcheck.settle(prepared, layout, expected)
-    dtype = str(specs.dtype).removeprefix("torch.")
+    prepared, promise = _try(made, layout, expected, trial, known)
     identity = Identity(weights, config_digest, dtype, _numerics(prepared, notes, promise))
     lines = {**notes, "linear": prepared.linears.describe(), "results": promise.describe()}
     kernels = "; ".join(f"{what}: {note}" for what, note in lines.items())
@@ -164,21 +168,33 @@ def build_runtime(
 
 
 def _observe(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, tried: bool
 ) -> tuple[selfcheck.Reference, Observed, Unaligned]:
-    """One forward pass of the model as transformers made it: its logits, and what there is to see in its code."""
+    """One forward pass of the model as transformers made it: its logits, and what there is to see in its code.
+
+    ``tried``: the logits will not be needed for a trial, so that what rounding does to them is not tried out.
+    """
     logits: list[selfcheck.Reference] = []
     unaligned: list[Unaligned] = []
 
+    def own_logits() -> None:
+        logits.append(selfcheck.reference(model, tokenizer, noisy=not tried))
+
     def run() -> None:
         # Innermost: it looks at the code that makes a call.
-        unaligned.append(find_unaligned(model, lambda: logits.append(selfcheck.reference(model, tokenizer)), REPLACED))
+        unaligned.append(
+            find_unaligned(
+                model, lambda: logits.append(selfcheck.reference(model, tokenizer, noisy=not tried)), REPLACED
+            )
+        )
 
     observed = observe(model, run)
     return replace(logits[0], chooses=observed.chooses), observed, unaligned[0]
 
 
-def _prepare(model: PreTrainedModel, specs: ModelSpecs, observed: Observed) -> tuple[PreparedModel, dict[str, str]]:
+def _prepare(
+    model: PreTrainedModel, specs: ModelSpecs, observed: Observed, known: Verdict | None
+) -> tuple[PreparedModel, dict[str, str]]:
     """Replace the model's parts, and say with what: a line for each part that it has."""
     notes: dict[str, str] = {}
     shapes = [shape.attends for shape in specs.geometry if shape is not None]
@@ -194,9 +210,23 @@ def _prepare(model: PreTrainedModel, specs: ModelSpecs, observed: Observed) -> t
     keep_reached(model, observed)
     if experts := install_experts(model):
         notes["experts"] = experts
-    linears = make_invariant(model, output_head(model))
+    linears = make_invariant(model, output_head(model), known.choices if known is not None else None)
     install(model)
     return PreparedModel(model, specs, backend, scans, linears, latents), notes
+
+
+def _try(
+    made: PreparedModel, layout: CacheLayout, expected: selfcheck.Reference, trial: str, known: Verdict | None
+) -> tuple[PreparedModel, Promise]:
+    """The model as it may run, and the promise: by trial, unless its verdict is ``known``."""
+    if known is not None:
+        linears = made.linears.stricter() if known.strict else made.linears
+        return replace(made, linears=linears), Promise(known.bitwise, known.difference)
+    prepared, promise = selfcheck.settle(made, layout, expected)
+    if trial:
+        strict = prepared.linears != made.linears
+        remember(trial, Verdict(strict, promise.bitwise, promise.difference, dict(made.linears.choices)))
+    return prepared, promise
 
 
 def make_worker(runtime: Runtime, num_pages: int, movers: Mapping[TierId, MoverPort], poison: bool = False) -> Worker:

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from ostinato.runtime.bare_weights import BareWeight
 
 _CHOOSING: Final = frozenset({"topk", "argmax", "sort", "argsort"})
-_HARMLESS: Final = frozenset({"embedding", "__get__"})
+_HARMLESS: Final = frozenset({"embedding", "__get__", "is_floating_point"})
 """An embedding may share a layer's weight, and to read a dtype or a shape does not need the numbers."""
 
 

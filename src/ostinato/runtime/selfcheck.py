@@ -91,12 +91,14 @@ class Reference:
     chooses: bool = False
 
 
-def reference(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Reference:
+def reference(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, noisy: bool = True
+) -> Reference:
     """Run ``model`` as transformers loaded it.  To be called before attention and linears are replaced.
 
     The prompt is prose where there is a tokenizer: on random tokens a trained model is so unstable that two correct
     bf16 kernels differ by half of the logits' spread; on prose, by a twentieth.  Attention is the eager one: the plain
-    formula, where faster ones may leave out soft caps.
+    formula, where faster ones may leave out soft caps.  Not ``noisy``: what noise does is not tried.
     """
     model.set_attn_implementation("eager")
     count = _ENDS[-1] + _NEIGHBOUR_TOKENS
@@ -105,8 +107,10 @@ def reference(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None 
     ids = prose or _random_tokens(model, count)
     prompt, neighbour = ids[: _ENDS[-1]], ids[_ENDS[-1] :]
     logits = _own_logits(model, prompt)
-    with _noisy_products(model):
-        noise = _third_quartile(map(distance, _own_logits(model, prompt), logits)) if model.dtype in _NOISE else 0.0
+    noise = 0.0
+    if noisy and model.dtype in _NOISE:
+        with _noisy_products(model):
+            noise = _third_quartile(map(distance, _own_logits(model, prompt), logits))
     return Reference(tuple(prompt), tuple(neighbour), logits, noise)
 
 

@@ -6,9 +6,12 @@ imported or a weight is read.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib.util
 import logging
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -107,18 +110,30 @@ def _serve(model: str, engine: dict[str, Any], options: dict[str, Any], address:
     # What "auto" is can be told only when the weights are there.
     early = {**engine, "kv_cache_memory": 0 if engine["kv_cache_memory"] == _AUTO else engine["kv_cache_memory"]}
     check_early(EngineConfig(model=model, **early), bars)
-    with stoppable():
+    with stoppable(), contextlib.ExitStack() as loading:
+        loading.enter_context(_uncollected())
         from ostinato.serve.http.prompts import read_template
         from ostinato.serve.http.server import HttpServer, ServerOptions, bind
 
         if options["template"] is not None:
             options["template"] = read_template(options["template"])
         with bind(*address) as sock, _load(model, engine, bars) as llm:
+            loading.close()
             print_startup(llm.startup, console)
             _begin_log()
             server = HttpServer(llm, ServerOptions(**options), sock)
             _print_notes(console, server.service.prompts.has_template, bool(options["keys"]))
             return server.run(lambda: _print_address(console, sock))
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """While a model is loaded nearly all that is made stays: to look for what does not would take half a second."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _load(model: str, engine: dict[str, Any], bars: Bars) -> LLM:
