@@ -84,7 +84,7 @@ def prompt(rng: random.Random, known: list[list[int]]) -> list[int]:
 
 @pytest.mark.parametrize("host", [0, 60], ids=["device", "device and host"])
 @pytest.mark.parametrize("model", MODELS)
-def test_predicted_hits_are_the_engines(model: str, host: int) -> None:
+def test_o07_predicted_hits_are_the_engines(model: str, host: int) -> None:
     rig, wire, _ = observed(MODELS[model], 60, host)
     rng, known, reused = random.Random(f"{model}{host}"), list[list[int]](), 0
     for _ in range(25):
@@ -103,7 +103,7 @@ def test_predicted_hits_are_the_engines(model: str, host: int) -> None:
     assert any(isinstance(event, BlockRemoved) for event in wire.events)
 
 
-def test_an_event_has_tokens_parent_group_and_tier() -> None:
+def test_o05_an_event_has_tokens_parent_group_and_tier() -> None:
     rig, wire, _ = observed(MODELS["window"], 70, 60)
     tokens = list(range(100, 148))
     rig.serve(tokens)
@@ -159,7 +159,7 @@ def test_a_load_is_told_when_it_has_arrived_and_not_before() -> None:
     assert wire.index.blocks()["device", 0] == wire.index.blocks()["host", 0]
 
 
-def test_a_lost_batch_is_made_good_by_the_next() -> None:
+def test_o06_a_lost_batch_is_made_good_by_the_next() -> None:
     rig, wire, _ = observed(MODELS["all"], 70)
     rig.serve(list(range(64)))
     wire.full = True

@@ -100,7 +100,7 @@ def test_a_late_follower_begins_with_a_snapshot_and_goes_on() -> None:
         sink.close()
 
 
-def test_missed_batches_are_replayed() -> None:
+def test_o06_missed_batches_are_replayed() -> None:
     sink = publisher()
     engine = Engine(sink)
     one = follower(sink)

@@ -9,45 +9,17 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from ostinato.engine.calls import Batch, Call, Observer, OverloadedError
 from ostinato.engine.engine_thread import EngineThread
 from ostinato.engine.llm import LLM
+from ostinato.engine.load import Load, look
 from ostinato.errors import RequestError, StoppedError
-from ostinato.scheduler.request import Phase
 
 T = TypeVar("T")
 _LONGEST_RETRY_S: Final = 60
 _PACE_WEIGHT: Final = 0.2
-
-
-@dataclass(frozen=True, slots=True)
-class TierUse:
-    """Blocks of an owned tier; the others are in use.  Idle ones are hittable and may be evicted."""
-
-    tier: str
-    blocks: int
-    free: int
-    idle: int
-    quarantine: int
-    evictions: int
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What the engine is busy with; completions count one by one, transfers since start."""
-
-    running: int
-    waiting: int
-    tiers: tuple[TierUse, ...]
-    open_transfers: int
-    bytes_loaded: int
-    bytes_stored: int
-    failed_moves: int
-    in_doubt: int
-    revoked: int
 
 
 class AsyncLLM:
@@ -131,7 +103,7 @@ class AsyncLLM:
 
     async def load(self) -> Load:
         """What the engine is busy with; costs no walk over the pool, unlike ``LLM.stats``."""
-        return await self.ask(_load)
+        return await self.ask(look)
 
     def refuse(self, why: str) -> None:
         """Take in nothing new; what runs goes on."""
@@ -163,29 +135,6 @@ class AsyncLLM:
         self.abort_all(f"the engine failed ({type(error).__name__}); the server has to be started again")
         if self._on_death is not None:
             self._on_death()
-
-
-def _load(llm: LLM) -> Load:
-    phases = [request.phase for request in llm.built.engine.scheduler.requests.values()]
-    running = sum(phase in (Phase.RUNNING, Phase.READY) for phase in phases)
-    core = llm.built.hierarchy.core
-    book = core.book.stats
-    tiers = []
-    for tier in (core.device, *core.lower.values()):
-        pool, free = tier.pool, len(tier.pool.free_slots)
-        lost = pool.capacity - pool.reachable
-        tiers.append(TierUse(tier.tier, pool.capacity, free, pool.available - free, lost, tier.retention.evictions))
-    return Load(
-        running,
-        len(phases) - running,
-        tuple(tiers),
-        len(core.book),
-        book.bytes_loaded,
-        book.bytes_stored,
-        book.failed_moves,
-        book.in_doubt,
-        book.revoked,
-    )
 
 
 def _longest(llm: LLM) -> int:

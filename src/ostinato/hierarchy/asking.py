@@ -13,11 +13,12 @@ answers it runs again, until it touches nothing unknown.  Two or three rounds, e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ostinato.cache.presence import Presence
 from ostinato.hierarchy.residency import Residency
 from ostinato.hierarchy.tiers import Core
+from ostinato.ids import TierId
 
 
 class Asker:
@@ -42,16 +43,27 @@ class Asker:
                 reply = probe.probe(keys) if keys else ()
                 if reply is None:
                     silent.add(tier)
-                else:
+                elif keys:
                     answers[tier].update(zip(keys, reply, strict=True))
+                    self._count(tier, reply, request)
             if silent:
                 if self._may_wait(request):
                     return None
                 # Once is enough: without room now, the next try must not wait for the same tiers again.
                 request.denied |= silent
+                for tier in silent:
+                    core.answers[tier].silent += 1
             elif not unknown:
                 request.probing_until = None
                 return presence
+
+    def _count(self, tier: TierId, reply: Sequence[bool], request: Residency) -> None:
+        counts, held = self._core.answers[tier], sum(reply)
+        counts.held += held
+        counts.absent += len(reply) - held
+        waiting_until, patience = request.probing_until, self._core.config.probe_deadline_s
+        # What is answered at once is not worth a look at the clock.
+        counts.seconds.add(self._clock() - (waiting_until - patience) if waiting_until is not None else 0.0)
 
     def _may_wait(self, request: Residency) -> bool:
         now = self._clock()

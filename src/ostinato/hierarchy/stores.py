@@ -70,6 +70,7 @@ class Stores:
             return
         for tier_id, probe in self._core.asked.items():
             wanted = probe.offer([entry.key for entry in entries])
+            self._core.answers[tier_id].declined += len(entries) - sum(wanted)
             self._store_asked(tier_id, [entry for entry, wants in zip(entries, wanted, strict=True) if wants], step)
 
     def catch_up(self, step: Step) -> None:

@@ -5,6 +5,7 @@ Owns: the pairing of one pool with its retention, and the rule of what may be ev
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -16,6 +17,7 @@ from ostinato.cache.pool import Lease, SlotPool
 from ostinato.cache.ports import Probe
 from ostinato.cache.retention import Rank, Retention
 from ostinato.ids import DEVICE, SlotId, TierId
+from ostinato.observe.counts import AnswerCounts
 from ostinato.transfer.book import Book
 
 
@@ -78,6 +80,8 @@ class Core:
     book: Book
     order: tuple[TierId, ...] = field(default=(DEVICE,))
     """All tiers from fast to slow."""
+    answers: defaultdict[TierId, AnswerCounts] = field(default_factory=lambda: defaultdict(AnswerCounts))
+    """What asked tiers said."""
 
     def unsaved(self, pages: int) -> bool:
         """Whether taking ``pages`` device pages would evict a boundary that no lower tier of ours has."""

@@ -7,12 +7,13 @@ the slots any more; a report for a job that is not open is counted and dropped. 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ostinato.cache.pool import Lease
-from ostinato.ids import JobId, SlotId
+from ostinato.ids import JobId, SlotId, TierId
+from ostinato.observe.counts import FlowCounts
 from ostinato.transfer.job import JobKind, JobState, TransferJob, TransferOrder, TransferReport
 
 
@@ -34,6 +35,7 @@ class Book:
 
     def __init__(self, world_size: int = 1) -> None:
         self.stats = BookStats()
+        self.flows: defaultdict[tuple[JobKind, TierId], FlowCounts] = defaultdict(FlowCounts)
         self.world_size = world_size
         self._open: dict[JobId, TransferJob] = {}
         self._queue: dict[JobId, TransferJob] = {}
@@ -91,7 +93,7 @@ class Book:
         if len(job.reported) < self.world_size:
             return None
         self._close(job)
-        self._count(job)
+        self._count(job, report.seconds)
         if job.state is JobState.STARTED:
             job.state = JobState.FAILED if job.failed else JobState.DONE
         return job
@@ -104,13 +106,21 @@ class Book:
                 if not self._stored[slot]:
                     del self._stored[slot]
 
-    def _count(self, job: TransferJob) -> None:
+    def _count(self, job: TransferJob, seconds: float) -> None:
         self.stats.failed_moves += len(job.failed)
         moved = sum(move.length for index, move in enumerate(job.order.moves) if index not in job.failed)
+        flow = self._flow(job)
+        flow.bytes += moved
+        flow.units += len(job.order.moves) - len(job.failed)
+        flow.failed += len(job.failed)
+        flow.seconds.add(seconds)
         if job.order.kind is JobKind.LOAD:
             self.stats.bytes_loaded += moved
         else:
             self.stats.bytes_stored += moved
+
+    def _flow(self, job: TransferJob) -> FlowCounts:
+        return self.flows[job.order.kind, job.order.tier]
 
     def expire(self, now: float) -> list[TransferJob]:
         """Jobs whose deadline has passed: IN_DOUBT, slots in quarantine until the last report arrives."""
@@ -118,6 +128,7 @@ class Book:
         for job in expired:
             job.state = JobState.IN_DOUBT
             self.stats.in_doubt += 1
+            self._flow(job).late += len(job.order.moves)
             for lease in (job.device_lease, job.tier_lease):
                 if lease is not None:
                     lease.quarantine()
@@ -131,6 +142,7 @@ class Book:
             self._close(job)
             job.state = JobState.REVOKED
             self.stats.revoked += 1
+            self._flow(job).revoked += len(job.order.moves)
         return revoked
 
 

@@ -1,6 +1,7 @@
 """Numbers for Prometheus.
 
-Owns: names and buckets.  Does not own: what is counted where (``AsyncLLM`` calls the observer, the journal counts
+Owns: our own counts of requests and answers, the page to scrape.  Does not own: vLLM's names (``vllm_metrics``), what
+the engine counts (``engine_metrics``), what is counted where (``AsyncLLM`` calls the observer, the journal counts
 answers).  Nothing of a request's content is in a label.  Threads: any; the client library locks.
 """
 
@@ -11,8 +12,12 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from ostinato.engine.async_llm import Load
+from ostinato.cache.keys import FORMAT_VERSION
+from ostinato.engine.llm import LLM
+from ostinato.engine.load import Load
 from ostinato.engine.outputs import RequestOutput
+from ostinato.serve.http.engine_metrics import EngineCollector
+from ostinato.serve.http.vllm_metrics import VllmMetrics
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 _FIRST_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -20,10 +25,16 @@ _GAP_S: Final = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 
 
 
 class Metrics:
-    """One server's numbers, in a registry of their own.  It is the ``Observer`` of its ``AsyncLLM``."""
+    """One server's numbers, in a registry of their own.  It is the ``Observer`` of its ``AsyncLLM``.
 
-    def __init__(self) -> None:
+    ``model``: what clients call it.
+    """
+
+    def __init__(self, llm: LLM, model: str) -> None:
         self.registry = registry = CollectorRegistry()
+        self._vllm = VllmMetrics(registry, model, llm.startup.max_model_len, _vllm_info(llm))
+        self._engine = EngineCollector()
+        registry.register(self._engine)
         self._answers = Counter("ostinato_http_requests", "Answers", ["path", "status"], registry=registry)
         self._requests = Counter("ostinato_requests", "Prompts by how they ended", ["outcome"], registry=registry)
         self._prompt = Counter("ostinato_prompt_tokens", "Tokens of prompts", registry=registry)
@@ -37,18 +48,17 @@ class Metrics:
             "ostinato_inter_token_seconds", "Between tokens of a completion", buckets=_GAP_S, registry=registry
         )
         self._total = Histogram("ostinato_request_seconds", "From arrival", buckets=_FIRST_S, registry=registry)
-        self._running = Gauge("ostinato_requests_running", "Completions that hold blocks", registry=registry)
-        self._waiting = Gauge("ostinato_requests_waiting", "Completions that wait to start", registry=registry)
-        self._pool = Gauge("ostinato_pool_blocks", "Blocks of a tier", ["tier", "state"], registry=registry)
-        self._evicted = Gauge("ostinato_evictions", "Blocks evicted since start", ["tier"], registry=registry)
-        self._moved = Gauge("ostinato_transferred_bytes", "Bytes since start", ["direction"], registry=registry)
-        self._open = Gauge("ostinato_open_transfers", "Transfers under way", registry=registry)
-        self._failures = Gauge("ostinato_transfer_failures", "Since start", ["kind"], registry=registry)
+        info = _info(llm)
+        Gauge("ostinato_cache_config_info", "The cache's shape", list(info), registry=registry).labels(**info).set(1)
+        for tier in llm.built.hierarchy.core.order:
+            self._cached.labels(str(tier))
 
     def token_gap(self, seconds: float) -> None:
+        self._vllm.token_gap(seconds)
         self._gap.observe(seconds)
 
     def finished(self, output: RequestOutput) -> None:
+        self._vllm.finished(output)
         self._requests.labels("finished").inc()
         self._prompt.inc(len(output.prompt_token_ids))
         self._generated.inc(sum(len(one.token_ids) for one in output.outputs))
@@ -59,6 +69,7 @@ class Metrics:
         self._total.observe(output.metrics.total_s)
 
     def aborted(self) -> None:
+        self._vllm.aborted()
         self._requests.labels("aborted").inc()
 
     def answered(self, path: str, status: int) -> None:
@@ -66,22 +77,29 @@ class Metrics:
         self._answers.labels(path, str(status)).inc()
 
     def page(self, load: Load | None) -> bytes:
-        """The text to scrape; without ``load`` the gauges keep their last values."""
+        """The text to scrape; without ``load`` what the engine counts keeps its last values."""
         if load is not None:
-            self._look_at(load)
+            self._vllm.look_at(load)
+            self._engine.load = load
         return generate_latest(self.registry)
 
-    def _look_at(self, load: Load) -> None:
-        self._running.set(load.running)
-        self._waiting.set(load.waiting)
-        for tier in load.tiers:
-            used = tier.blocks - tier.free - tier.idle - tier.quarantine
-            counts = {"free": tier.free, "idle": tier.idle, "used": used, "quarantine": tier.quarantine}
-            for state, count in counts.items():
-                self._pool.labels(tier.tier, state).set(count)
-            self._evicted.labels(tier.tier).set(tier.evictions)
-        self._moved.labels("load").set(load.bytes_loaded)
-        self._moved.labels("store").set(load.bytes_stored)
-        self._open.set(load.open_transfers)
-        for kind, count in (("failed", load.failed_moves), ("in_doubt", load.in_doubt), ("revoked", load.revoked)):
-            self._failures.labels(kind).set(count)
+
+def _info(llm: LLM) -> dict[str, str]:
+    layout, identity = llm.runtime.layout, llm.runtime.identity
+    return {
+        "groups": str(len(layout.groups)),
+        "hash_unit": str(layout.base_unit),
+        "min_hit_tokens": str(layout.granularity),
+        "weights": identity.weights.hex()[:16],
+        "kv_dtype": identity.dtype,
+        "key_version": str(FORMAT_VERSION),
+    }
+
+
+def _vllm_info(llm: LLM) -> dict[str, str]:
+    return {
+        "block_size": str(llm.runtime.layout.base_unit),
+        "cache_dtype": llm.runtime.identity.dtype,
+        "enable_prefix_caching": str(llm.config.enable_prefix_caching),
+        "num_gpu_blocks": str(llm.built.hierarchy.core.device.pool.capacity),
+    }

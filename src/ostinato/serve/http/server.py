@@ -68,7 +68,7 @@ class HttpServer:
     def __init__(self, llm: LLM, options: ServerOptions, sock: socket.socket) -> None:
         self._options = options
         self._sock = sock
-        metrics = Metrics()
+        metrics = Metrics(llm, options.names[0])
         self.llm = AsyncLLM(llm, options.max_queue, metrics, self._on_death)
         prompts = Prompts(llm.runtime.tokenizer, vocabulary_size(llm.runtime), options.template)
         self.service = Service(self.llm, prompts, tuple(options.names), metrics, int(time.time()))
