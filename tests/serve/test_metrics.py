@@ -79,6 +79,10 @@ def test_identities(tiered: Running) -> None:
     assert page("vllm:generation_tokens_total") == sum(one.completion_tokens for one in told)
     assert page("vllm:request_success_total") == len(told) + 1  # n=2 once
     assert page("vllm:e2e_request_latency_seconds_count") == len(told)
+    for phase in ("queue", "prefill", "decode", "inference"):
+        assert page(f"vllm:request_{phase}_time_seconds_count") == len(told)
+    computing = page("vllm:request_prefill_time_seconds_sum") + page("vllm:request_decode_time_seconds_sum")
+    assert page("vllm:request_inference_time_seconds_sum") == pytest.approx(computing)
     assert page("vllm:request_prompt_tokens_sum") == prompt
     assert page("vllm:request_prefill_kv_computed_tokens_sum") == prompt - cached
 

@@ -33,7 +33,7 @@ class AsyncLLM:
         self,
         llm: LLM,
         max_queue: int = 256,
-        observer: Observer | None = None,
+        observers: Sequence[Observer] = (),
         on_death: Callable[[], None] | None = None,
     ) -> None:
         self.llm = llm
@@ -46,7 +46,7 @@ class AsyncLLM:
         self._pace_s = 1.0
         """What a request takes, as a moving mean."""
         self._refusing = ""
-        self._thread = EngineThread(llm, observer, self._died)
+        self._thread = EngineThread(llm, observers, self._died)
         if llm.built.events is not None:
             llm.built.events.wake = lambda: self._thread.post(lambda: None)
 

@@ -44,12 +44,15 @@ class Call:
 class Observer(Protocol):
     """Whoever counts.  Called on the engine's thread; must neither block nor raise."""
 
+    def started(self, call: Call) -> None:
+        """The engine has taken it in."""
+
     def token_gap(self, seconds: float) -> None:
         """Between two tokens of one completion."""
 
     def finished(self, output: RequestOutput) -> None: ...
 
-    def aborted(self) -> None: ...
+    def aborted(self, request_id: str) -> None: ...
 
 
 class Batch:

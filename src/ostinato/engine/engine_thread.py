@@ -20,7 +20,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
 from ostinato.engine.calls import Batch, Event, Observer
@@ -41,10 +41,10 @@ class EngineThread:
     are the event loop's; :meth:`add`, :meth:`abort`, :meth:`stop` are orders to post.
     """
 
-    def __init__(self, llm: LLM, observer: Observer | None, on_death: Callable[[BaseException], None]) -> None:
+    def __init__(self, llm: LLM, observers: Sequence[Observer], on_death: Callable[[BaseException], None]) -> None:
         self._llm = llm
         self._engine = llm.built.engine
-        self._observer = observer
+        self._observers = tuple(observers)
         self._on_death = on_death
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = False
@@ -77,7 +77,9 @@ class EngineThread:
         try:
             for index, call in enumerate(batch.calls):
                 self._engine.add(call.request_id, call.prompt, call.sampling, call.priority, call.salt, call.arrival)
-                listener = _Listener(batch, index, self._outgoing.append, self._observer)
+                for observer in self._observers:
+                    observer.started(call)
+                listener = _Listener(batch, index, self._outgoing.append, self._observers)
                 self._known[call.request_id] = (batch, index, listener)
                 self._engine.watch(call.request_id, listener)
         except Exception as error:
@@ -92,8 +94,9 @@ class EngineThread:
             known = self._known.get(call.request_id)
             if known is not None and known[0] is batch:
                 del self._known[call.request_id]
-                if self._engine.abort(call.request_id) and self._observer is not None:
-                    self._observer.aborted()
+                if self._engine.abort(call.request_id):
+                    for observer in self._observers:
+                        observer.aborted(call.request_id)
 
     def stop(self) -> None:
         self._stopping = True
@@ -140,11 +143,13 @@ class EngineThread:
             # A request that starves is given up; when the engine itself is at an end, its next step says so.
             for request_id in [name for name, known in self._known.items() if not self._is_live(name, known[2])]:
                 self._outgoing.append((self._known.pop(request_id)[0], error))
+                for observer in self._observers:
+                    observer.aborted(request_id)
             return
         for output in outputs:
             batch, index, _ = self._known.pop(output.request_id)
-            if self._observer is not None:
-                self._observer.finished(output)
+            for observer in self._observers:
+                observer.finished(output)
             self._outgoing.append((batch, (index, output)))
 
     def _is_live(self, request_id: str, listener: _Listener) -> bool:
@@ -177,17 +182,18 @@ class EngineThread:
 class _Listener:
     """Takes one request's deltas, on the engine's thread."""
 
-    def __init__(self, batch: Batch, index: int, put: Put, observer: Observer | None) -> None:
+    def __init__(self, batch: Batch, index: int, put: Put, observers: Sequence[Observer]) -> None:
         self._batch = batch
         self._index = index
         self._put = put
-        self._observer = observer
+        self._observers = observers
         self._last: dict[int, float] = {}
 
     def __call__(self, delta: CompletionDelta) -> None:
         now = time.perf_counter()
         last = self._last.get(delta.index)
-        if self._observer is not None and last is not None:
-            self._observer.token_gap(now - last)
+        if last is not None:
+            for observer in self._observers:
+                observer.token_gap(now - last)
         self._last[delta.index] = now
         self._put((self._batch, (self._index, delta)))

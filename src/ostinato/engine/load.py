@@ -108,9 +108,10 @@ def _states(llm: LLM) -> dict[str, int]:
     for request in llm.built.engine.scheduler.requests.values():
         if request.phase in (Phase.RUNNING, Phase.READY):
             states["running"] += 1
+        elif residencies[request.request_id].probing_until is not None:
+            states["waiting_lookup"] += 1
         elif request.phase is Phase.PARKED:
-            admitted = residencies[request.request_id].table is not None
-            states["waiting_load" if admitted else "waiting_lookup"] += 1
+            states["waiting_load"] += 1
         else:
             states["waiting"] += 1
     return states

@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from ostinato.engine.async_llm import AsyncLLM
 from ostinato.engine.calls import Batch, Call
+from ostinato.engine.history import History
 from ostinato.engine.live import Prompt
 from ostinato.engine.outputs import RequestOutput
 from ostinato.sampling_params import SamplingParams
@@ -46,6 +47,7 @@ class Service:
     names: tuple[str, ...]
     metrics: Metrics
     created: int
+    history: History
 
     def name(self, wanted: str | None) -> str:
         """Raises ApiError when no model is called so."""

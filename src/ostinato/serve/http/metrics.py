@@ -13,9 +13,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from ostinato.cache.keys import FORMAT_VERSION
+from ostinato.engine.calls import Call
 from ostinato.engine.llm import LLM
 from ostinato.engine.load import Load
 from ostinato.engine.outputs import RequestOutput
+from ostinato.observe.timeline import RequestPhase, RequestRecord
 from ostinato.serve.http.engine_metrics import EngineCollector
 from ostinato.serve.http.vllm_metrics import VllmMetrics
 
@@ -48,6 +50,9 @@ class Metrics:
             "ostinato_inter_token_seconds", "Between tokens of a completion", buckets=_GAP_S, registry=registry
         )
         self._total = Histogram("ostinato_request_seconds", "From arrival", buckets=_FIRST_S, registry=registry)
+        self._load = Histogram(
+            "ostinato_wait_for_load_seconds", "For a prefix on its way", buckets=_FIRST_S, registry=registry
+        )
         info = _info(llm)
         Gauge("ostinato_cache_config_info", "The cache's shape", list(info), registry=registry).labels(**info).set(1)
         for tier in llm.built.hierarchy.core.order:
@@ -68,7 +73,15 @@ class Metrics:
         self._first.observe(output.metrics.ttft_s)
         self._total.observe(output.metrics.total_s)
 
-    def aborted(self) -> None:
+    def started(self, call: Call) -> None: ...
+
+    def ended(self, record: RequestRecord) -> None:
+        """A request's record, with its phases."""
+        self._vllm.ended(record)
+        if any(span.phase is RequestPhase.LOAD for span in record.spans):
+            self._load.observe(record.seconds(RequestPhase.LOAD))
+
+    def aborted(self, request_id: str) -> None:  # noqa: ARG002
         self._vllm.aborted()
         self._requests.labels("aborted").inc()
 

@@ -22,6 +22,7 @@ import uvicorn
 
 from ostinato.engine.async_llm import AsyncLLM
 from ostinato.engine.build import vocabulary_size
+from ostinato.engine.history import History
 from ostinato.engine.llm import LLM
 from ostinato.errors import ConfigError
 from ostinato.serve.http.app import create_app
@@ -69,9 +70,11 @@ class HttpServer:
         self._options = options
         self._sock = sock
         metrics = Metrics(llm, options.names[0])
-        self.llm = AsyncLLM(llm, options.max_queue, metrics, self._on_death)
+        history = History(llm.built.hierarchy, (metrics.ended,))
+        observers = (metrics, history)
+        self.llm = AsyncLLM(llm, options.max_queue, observers, self._on_death)
         prompts = Prompts(llm.runtime.tokenizer, vocabulary_size(llm.runtime), options.template)
-        self.service = Service(self.llm, prompts, tuple(options.names), metrics, int(time.time()))
+        self.service = Service(self.llm, prompts, tuple(options.names), metrics, int(time.time()), history)
         config = uvicorn.Config(
             create_app(self.service, options.keys, options.max_body),
             lifespan="off",

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from ostinato.engine.load import Load
 from ostinato.engine.outputs import RequestOutput
 from ostinato.ids import DEVICE
+from ostinato.observe.timeline import RequestPhase, RequestRecord
 
 M = TypeVar("M", Counter, Gauge, Histogram)
 FIRST_S: Final = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
@@ -49,6 +50,10 @@ class VllmMetrics:
         self._gap = seconds("inter_token_latency_seconds", "Between tokens of a completion", GAP_S)
         self._per_token = seconds("request_time_per_output_token_seconds", "A request's mean", GAP_S)
         self._latency = seconds("e2e_request_latency_seconds", "From arrival to the last token", REQUEST_S)
+        self._queue_time = seconds("request_queue_time_seconds", "Until its first step", REQUEST_S)
+        self._prefill_time = seconds("request_prefill_time_seconds", "Until its first token", REQUEST_S)
+        self._decode_time = seconds("request_decode_time_seconds", "From there to its last", REQUEST_S)
+        self._inference_time = seconds("request_inference_time_seconds", "Both together", REQUEST_S)
         self._prompt_length = seconds("request_prompt_tokens", "Tokens of a prompt", tokens)
         self._computed = seconds("request_prefill_kv_computed_tokens", "Tokens of it that were computed", tokens)
         self._output_length = seconds("request_generation_tokens", "Tokens of a completion", tokens)
@@ -83,6 +88,17 @@ class VllmMetrics:
             self._cached_by_source.labels(**labels, source=source).inc(count)
         self._preemptions.labels(**labels).inc(output.metrics.preemptions)
         self._observe(output)
+
+    def ended(self, record: RequestRecord) -> None:
+        """Phases of one that has finished, as vLLM parts them: waiting for a load is queueing."""
+        if record.outcome != "finished":
+            return
+        labels, phase = self._labels, RequestPhase
+        computing = record.seconds(phase.PREFILL) + record.seconds(phase.DECODE)
+        self._queue_time.labels(**labels).observe(sum(map(record.seconds, phase)) - computing)
+        self._prefill_time.labels(**labels).observe(record.seconds(phase.PREFILL))
+        self._decode_time.labels(**labels).observe(record.seconds(phase.DECODE))
+        self._inference_time.labels(**labels).observe(computing)
 
     def aborted(self, completions: int = 1) -> None:
         self._success.labels(**self._labels, finished_reason="abort").inc(completions)
