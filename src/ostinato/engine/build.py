@@ -197,7 +197,7 @@ def _report(runtime: Runtime, config: EngineConfig, core: Core, max_model_len: i
             f"prefix caching: a prompt must have {shortest} tokens to be reused, max_model_len is {max_model_len}"
         )
     if not core.lower and not core.asked and config.enable_prefix_caching:
-        off.append("lower tiers: none given; evicted blocks are computed again (try --kv host:4GiB)")
+        off.append("lower tiers: none given; evicted blocks are computed again (try --kv disk:DIR:20GiB)")
     return StartupReport(
         runtime.name,
         runtime.identity.dtype,

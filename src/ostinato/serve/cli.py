@@ -18,12 +18,12 @@ from ostinato import __version__
 from ostinato.errors import OstinatoError, RequestError
 from ostinato.serve.cache import app as cache_app
 from ostinato.serve.http.command import app as serve_app
+from ostinato.serve.settings import Config
 
 app: Final = typer.Typer(
     help="An LLM inference engine in which a prompt's prefix is not computed twice.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 
 app.add_typer(cache_app, name="cache")
@@ -53,6 +53,7 @@ def _main(
 @app.command()
 def generate(
     model: Annotated[str, typer.Argument(help="gemma3-270m, a Hugging Face folder, or a hub id.")],
+    config: Config = None,  # noqa: ARG001  # read by its callback
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", "-p", help="A prompt; repeat it. Default: one per line of stdin.")
     ] = None,

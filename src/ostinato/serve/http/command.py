@@ -12,12 +12,15 @@ import importlib.util
 import logging
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.console import Console
 
 from ostinato.errors import ConfigError
+from ostinato.serve.settings import Config
+from ostinato.serve.sizing import cache_folder_tier, pool_bytes, pool_reason, tier_reasons
 
 if TYPE_CHECKING:
     import socket
@@ -29,52 +32,86 @@ app: Final = typer.Typer()
 
 _PARTS: Final = ("fastapi", "uvicorn", "prometheus_client", "jinja2")
 _AUTO: Final = "auto"
-_MOST_AUTO: Final = 8 << 30
-Tiers = Annotated[
-    list[str] | None, typer.Option("--kv", help="A lower tier, such as host:4GiB; repeat it, fastest first.")
-]
-Keys = Annotated[
-    list[str] | None, typer.Option(envvar="OSTINATO_API_KEY", help="A key that clients must give; repeat it.")
-]
+_SERVER: Final = "Server"
+_LIMITS: Final = "Limits"
+_CACHE: Final = "Cache"
+_ENGINE: Final = "Model and engine"
+_EXAMPLES: Final = """
+Examples:
+
+ostinato serve gemma3-270m --chat-template gemma
+
+ostinato serve ./my-model --cache-dir ~/.cache/my-model --port 8080
+
+OSTINATO_API_KEY=secret ostinato serve gemma3-270m --host 0.0.0.0
+
+ostinato serve --config /etc/ostinato.toml
+"""
 
 
-@app.command()
+def _option(panel: str, *flags: str, **more: Any) -> Any:
+    return typer.Option(*flags, rich_help_panel=panel, **more)
+
+
+@app.command(epilog=_EXAMPLES)
 def serve(
     model: Annotated[str, typer.Argument(help="gemma3-270m, a Hugging Face folder, or a hub id.")],
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 is any.")] = 8000,
+    config: Config = None,  # noqa: ARG001  # read by its callback
+    host: Annotated[str, _option(_SERVER, help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, _option(_SERVER, help="Port to listen on; 0 is any.")] = 8000,
     served_model_name: Annotated[
-        list[str] | None, typer.Option(help="What clients call the model; repeat it. Default: MODEL.")
+        list[str] | None, _option(_SERVER, help="What clients call the model; repeat it. Default: MODEL.")
     ] = None,
-    api_key: Keys = None,
-    allow_public: Annotated[bool, typer.Option("--allow-public", help="Let other machines in without a key.")] = False,
-    chat_template: Annotated[
-        str | None, typer.Option(help="A Jinja file, plain or gemma. Default: the model's own.")
+    api_key: Annotated[
+        list[str] | None, _option(_SERVER, envvar="OSTINATO_API_KEY", help="A key that clients must give; repeat it.")
     ] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Most completions that run at once.")] = 64,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Most tokens computed in one step.")] = 512,
-    max_queue: Annotated[int, typer.Option(help="Most completions that wait; beyond, clients get a 429.", min=0)] = 256,
-    max_body_bytes: Annotated[int, typer.Option(help="Largest body of a request.", min=1024)] = 16 << 20,
-    shutdown_timeout: Annotated[
-        float, typer.Option(help="Seconds that running requests get after SIGTERM.", min=0.0)
-    ] = 30.0,
-    scheduling_policy: Annotated[str, typer.Option(help="fcfs or priority.")] = "fcfs",
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
-    kv: Tiers = None,
-    kv_transfer_config: Annotated[str | None, typer.Option(help="More tiers, in vLLM's JSON.")] = None,
-    kv_events_config: Annotated[str | None, typer.Option(help="Publish KV events over ZeroMQ; vLLM's JSON.")] = None,
-    kv_cache_memory: Annotated[
-        str, typer.Option(help="Memory of the device pool, such as 4GiB. auto: half of what is free, at most 8 GiB.")
-    ] = _AUTO,
-    no_enable_prefix_caching: Annotated[
-        bool, typer.Option("--no-enable-prefix-caching", help="Compute every prompt from its first token.")
+    allow_public: Annotated[
+        bool, _option(_SERVER, "--allow-public", help="Let other machines in without a key.")
     ] = False,
+    chat_template: Annotated[
+        str | None, _option(_SERVER, help="A Jinja file, plain or gemma. Default: the model's own.")
+    ] = None,
+    shutdown_timeout: Annotated[
+        float, _option(_SERVER, help="Seconds that running requests get after SIGTERM.", min=0.0)
+    ] = 30.0,
+    max_model_len: Annotated[
+        int | None, _option(_LIMITS, help="Longest prompt and answer together, in tokens.")
+    ] = None,
+    max_num_seqs: Annotated[int, _option(_LIMITS, help="Most completions that run at once.")] = 64,
+    max_num_batched_tokens: Annotated[int, _option(_LIMITS, help="Most tokens computed in one step.")] = 512,
+    max_queue: Annotated[
+        int, _option(_LIMITS, help="Most completions that wait; beyond, clients get a 429.", min=0)
+    ] = 256,
+    max_body_bytes: Annotated[int, _option(_LIMITS, help="Largest body of a request.", min=1024)] = 16 << 20,
+    cache_dir: Annotated[
+        Path | None,
+        _option(_CACHE, envvar="OSTINATO_CACHE_DIR", help="Keep what is cached in this folder, over restarts too."),
+    ] = None,
+    cache_size: Annotated[
+        str | None, _option(_CACHE, help="Most that the folder takes, such as 50GiB. Default: half of what is free.")
+    ] = None,
+    kv_cache_memory: Annotated[
+        str, _option(_CACHE, help="Memory of the device pool, such as 4GiB. auto: half of what is free, up to 32 GiB.")
+    ] = _AUTO,
+    kv: Annotated[
+        list[str] | None, _option(_CACHE, "--kv", help="A lower tier, such as host:4GiB; repeat it, fastest first.")
+    ] = None,
+    kv_transfer_config: Annotated[str | None, _option(_CACHE, help="More tiers, in vLLM's JSON.")] = None,
+    kv_events_config: Annotated[str | None, _option(_CACHE, help="Publish KV events over ZeroMQ; vLLM's JSON.")] = None,
+    no_enable_prefix_caching: Annotated[
+        bool, _option(_CACHE, "--no-enable-prefix-caching", help="Compute every prompt from its first token.")
+    ] = False,
+    dtype: Annotated[str, _option(_ENGINE, help="auto, bfloat16 or float32.")] = "auto",
+    scheduling_policy: Annotated[str, _option(_ENGINE, help="fcfs or priority.")] = "fcfs",
 ) -> None:
     """Serve a model over HTTP, with OpenAI's API."""
+    tiers = tuple(kv or ())
+    folder = cache_folder_tier(cache_dir, cache_size, tiers) if cache_dir is not None else None
+    if folder is None and cache_size is not None:
+        raise ConfigError("--cache-size is the size of --cache-dir: name the folder too")
     engine: dict[str, Any] = {
         "dtype": dtype,
-        "kv": tuple(kv or ()),
+        "kv": (*tiers, folder.tier) if folder is not None else tiers,
         "kv_transfer_config": kv_transfer_config,
         "kv_events_config": kv_events_config,
         "kv_cache_memory": kv_cache_memory,
@@ -95,11 +132,15 @@ def serve(
 
     keys = ApiKeys(api_key or ())
     check_address(host, keys, allow_public)
-    if not _serve(model, engine, {**options, "keys": keys, "template": chat_template}, (host, port)):
+    options |= {"keys": keys, "template": chat_template}
+    if not _serve(model, engine, options, (host, port), [folder.why] if folder is not None else []):
         raise typer.Exit(1)
 
 
-def _serve(model: str, engine: dict[str, Any], options: dict[str, Any], address: tuple[str, int]) -> bool:
+def _serve(
+    model: str, engine: dict[str, Any], options: dict[str, Any], address: tuple[str, int], reasons: list[str]
+) -> bool:
+    """``reasons``: of what was decided for the user; the start shows them."""
     from ostinato.config import EngineConfig
     from ostinato.serve.early import check_early
     from ostinato.serve.stopping import stoppable
@@ -117,9 +158,11 @@ def _serve(model: str, engine: dict[str, Any], options: dict[str, Any], address:
 
         if options["template"] is not None:
             options["template"] = read_template(options["template"])
-        with bind(*address) as sock, _load(model, engine, bars) as llm:
+        with bind(*address) as sock, _load(model, engine, bars, reasons) as llm:
             loading.close()
             print_startup(llm.startup, console)
+            for reason in (*reasons, *_missing_tiers(engine)):
+                console.print(reason, style="dim", highlight=False, markup=False)
             _begin_log()
             server = HttpServer(llm, ServerOptions(**options), sock)
             _print_notes(console, server.service.prompts.has_template, bool(options["keys"]))
@@ -136,7 +179,7 @@ def _uncollected() -> Iterator[None]:
         gc.enable()
 
 
-def _load(model: str, engine: dict[str, Any], bars: Bars) -> LLM:
+def _load(model: str, engine: dict[str, Any], bars: Bars, reasons: list[str]) -> LLM:
     from ostinato.engine.llm import LLM
     from ostinato.memory import available_memory
     from ostinato.runtime.load import load_runtime
@@ -144,7 +187,15 @@ def _load(model: str, engine: dict[str, Any], bars: Bars) -> LLM:
     if engine["kv_cache_memory"] != _AUTO:
         return LLM(model, progress=bars, **engine)
     runtime = load_runtime(model, engine["dtype"], progress=bars)
-    return LLM(runtime, **{**engine, "kv_cache_memory": min(_MOST_AUTO, available_memory() // 2)})
+    free = available_memory()
+    reasons.insert(0, pool_reason(free))
+    return LLM(runtime, **{**engine, "kv_cache_memory": pool_bytes(free)})
+
+
+def _missing_tiers(engine: dict[str, Any]) -> tuple[str, ...]:
+    """Whoever names tiers in JSON, or wants no cache, has decided it all."""
+    decided = engine["kv_transfer_config"] is not None or not engine["enable_prefix_caching"]
+    return () if decided else tier_reasons(engine["kv"])
 
 
 def _print_notes(console: Console, has_template: bool, has_keys: bool) -> None:
