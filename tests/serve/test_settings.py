@@ -94,7 +94,7 @@ def test_mistakes_have_a_name_and_a_place(file: Path, text: str, message: str) -
 
 
 def test_a_mistake_in_the_environment_has_the_variables_name_and_not_its_value(file: Path) -> None:
-    with pytest.raises(ConfigError, match="OSTINATO_RUN_MAX_LEN: .*valid integer") as caught:
+    with pytest.raises(ConfigError, match=r"OSTINATO_RUN_MAX_LEN: .*valid integer") as caught:
         told("m", OSTINATO_RUN_MAX_LEN="sesame")
     assert "sesame" not in str(caught.value)
     with pytest.raises(ConfigError, match="cannot read"):

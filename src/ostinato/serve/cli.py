@@ -33,6 +33,9 @@ _PIPE_WIDTH: Final = 120
 Tiers = Annotated[
     list[str] | None, typer.Option("--kv", help="A lower tier, such as host:4GiB; repeat it, fastest first.")
 ]
+NoPrefixCaching = Annotated[
+    bool, typer.Option("--no-enable-prefix-caching", help="Compute every prompt from its first token.")
+]
 
 
 def _show_version(value: bool) -> None:
@@ -76,9 +79,7 @@ def generate(
     kv_cache_memory: Annotated[str, typer.Option(help="Memory of the device pool.")] = "1GiB",
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")] = None,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Most tokens computed in one step.")] = 512,
-    no_enable_prefix_caching: Annotated[
-        bool, typer.Option("--no-enable-prefix-caching", help="Compute every prompt from its first token.")
-    ] = False,
+    no_enable_prefix_caching: NoPrefixCaching = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the generated text only.")] = False,
 ) -> None:
     """Generate text for one or more prompts."""

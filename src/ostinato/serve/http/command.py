@@ -12,13 +12,13 @@ import importlib.util
 import logging
 import sys
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
 from rich.console import Console
 
 from ostinato.errors import ConfigError
+from ostinato.serve.http import flags
 from ostinato.serve.settings import Config
 from ostinato.serve.sizing import cache_folder_tier, pool_bytes, pool_reason, tier_reasons
 
@@ -32,10 +32,6 @@ app: Final = typer.Typer()
 
 _PARTS: Final = ("fastapi", "uvicorn", "prometheus_client", "jinja2")
 _AUTO: Final = "auto"
-_SERVER: Final = "Server"
-_LIMITS: Final = "Limits"
-_CACHE: Final = "Cache"
-_ENGINE: Final = "Model and engine"
 _EXAMPLES: Final = """
 Examples:
 
@@ -49,60 +45,31 @@ ostinato serve --config /etc/ostinato.toml
 """
 
 
-def _option(panel: str, *flags: str, **more: Any) -> Any:
-    return typer.Option(*flags, rich_help_panel=panel, **more)
-
-
 @app.command(epilog=_EXAMPLES)
 def serve(
-    model: Annotated[str, typer.Argument(help="gemma3-270m, a Hugging Face folder, or a hub id.")],
+    model: flags.Model,
     config: Config = None,  # noqa: ARG001  # read by its callback
-    host: Annotated[str, _option(_SERVER, help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, _option(_SERVER, help="Port to listen on; 0 is any.")] = 8000,
-    served_model_name: Annotated[
-        list[str] | None, _option(_SERVER, help="What clients call the model; repeat it. Default: MODEL.")
-    ] = None,
-    api_key: Annotated[
-        list[str] | None, _option(_SERVER, envvar="OSTINATO_API_KEY", help="A key that clients must give; repeat it.")
-    ] = None,
-    allow_public: Annotated[
-        bool, _option(_SERVER, "--allow-public", help="Let other machines in without a key.")
-    ] = False,
-    chat_template: Annotated[
-        str | None, _option(_SERVER, help="A Jinja file, plain or gemma. Default: the model's own.")
-    ] = None,
-    shutdown_timeout: Annotated[
-        float, _option(_SERVER, help="Seconds that running requests get after SIGTERM.", min=0.0)
-    ] = 30.0,
-    max_model_len: Annotated[
-        int | None, _option(_LIMITS, help="Longest prompt and answer together, in tokens.")
-    ] = None,
-    max_num_seqs: Annotated[int, _option(_LIMITS, help="Most completions that run at once.")] = 64,
-    max_num_batched_tokens: Annotated[int, _option(_LIMITS, help="Most tokens computed in one step.")] = 512,
-    max_queue: Annotated[
-        int, _option(_LIMITS, help="Most completions that wait; beyond, clients get a 429.", min=0)
-    ] = 256,
-    max_body_bytes: Annotated[int, _option(_LIMITS, help="Largest body of a request.", min=1024)] = 16 << 20,
-    cache_dir: Annotated[
-        Path | None,
-        _option(_CACHE, envvar="OSTINATO_CACHE_DIR", help="Keep what is cached in this folder, over restarts too."),
-    ] = None,
-    cache_size: Annotated[
-        str | None, _option(_CACHE, help="Most that the folder takes, such as 50GiB. Default: half of what is free.")
-    ] = None,
-    kv_cache_memory: Annotated[
-        str, _option(_CACHE, help="Memory of the device pool, such as 4GiB. auto: half of what is free, up to 32 GiB.")
-    ] = _AUTO,
-    kv: Annotated[
-        list[str] | None, _option(_CACHE, "--kv", help="A lower tier, such as host:4GiB; repeat it, fastest first.")
-    ] = None,
-    kv_transfer_config: Annotated[str | None, _option(_CACHE, help="More tiers, in vLLM's JSON.")] = None,
-    kv_events_config: Annotated[str | None, _option(_CACHE, help="Publish KV events over ZeroMQ; vLLM's JSON.")] = None,
-    no_enable_prefix_caching: Annotated[
-        bool, _option(_CACHE, "--no-enable-prefix-caching", help="Compute every prompt from its first token.")
-    ] = False,
-    dtype: Annotated[str, _option(_ENGINE, help="auto, bfloat16 or float32.")] = "auto",
-    scheduling_policy: Annotated[str, _option(_ENGINE, help="fcfs or priority.")] = "fcfs",
+    host: flags.Host = "127.0.0.1",
+    port: flags.Port = 8000,
+    served_model_name: flags.ServedModelName = None,
+    api_key: flags.ApiKey = None,
+    allow_public: flags.AllowPublic = False,
+    chat_template: flags.ChatTemplate = None,
+    shutdown_timeout: flags.ShutdownTimeout = 30.0,
+    max_model_len: flags.MaxModelLen = None,
+    max_num_seqs: flags.MaxNumSeqs = 64,
+    max_num_batched_tokens: flags.MaxNumBatchedTokens = 512,
+    max_queue: flags.MaxQueue = 256,
+    max_body_bytes: flags.MaxBodyBytes = 16 << 20,
+    cache_dir: flags.CacheDir = None,
+    cache_size: flags.CacheSize = None,
+    kv_cache_memory: flags.KvCacheMemory = _AUTO,
+    kv: flags.Kv = None,
+    kv_transfer_config: flags.KvTransferConfig = None,
+    kv_events_config: flags.KvEventsConfig = None,
+    no_enable_prefix_caching: flags.NoEnablePrefixCaching = False,
+    dtype: flags.Dtype = "auto",
+    scheduling_policy: flags.SchedulingPolicy = "fcfs",
 ) -> None:
     """Serve a model over HTTP, with OpenAI's API."""
     tiers = tuple(kv or ())
