@@ -124,7 +124,7 @@ class LLM:
 
     def stats(self) -> CacheStats:
         """Blocks by tier and state, and what was transferred since start."""
-        return snapshot(self._built.hierarchy.core)
+        return snapshot(self._built.hierarchy)
 
     def interrupt(self) -> None:
         """Make :meth:`generate` raise StoppedError after the step that runs now.  From any thread or signal handler."""

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from ostinato.cache.directory import Entry, Place
 from ostinato.cache.keys import BlockKey
 from ostinato.cache.pool import Lease, SlotState
 from ostinato.cache.presence import HitPlan, Presence, tokens_by_tier
 from ostinato.cache.table import BlockTable
-from ostinato.hierarchy.asking import Asker
+from ostinato.hierarchy.choosing import Chooser
+from ostinato.hierarchy.following import PATIENCE_S, Followers
 from ostinato.hierarchy.residency import Admission, HitReport, NoRoom, Parked, Ready, Residency
 from ostinato.hierarchy.tiers import Core
 from ostinato.ids import DEVICE, HOLE, JobId, Ordinal, RequestId, SlotId, Step, TicketId, TierId
@@ -32,7 +34,9 @@ class Admitter:
         self._core = core
         self._clock = clock
         self._requests = requests
-        self._asker = Asker(core, clock)
+        self._chooser = Chooser(core, clock)
+        self.costs = self._chooser.costs
+        self.followers = Followers(core, clock, requests)
         self._tickets = 0
         self._marked: list[Entry] = []
 
@@ -44,25 +48,31 @@ class Admitter:
     def admit(self, request: Residency, step: Step) -> Admission:
         assert request.table is None and request.ticket is None, "admitted twice"
         core = self._core
+        if self.followers.must_wait(request):
+            return self._park(request, set(), self._clock() + PATIENCE_S)
         blocked = request.needs + self._reserved() - core.device.pool.available
         if blocked > 0 and request.matched_at == core.directory.written:
             return NoRoom(blocked)
         if core.config.reuse:
             request.chain.update(request.tokens)
-        presence = self._asker.presence(request)
-        if presence is None:
+        choice = self._chooser.choose(request)
+        if choice is None:
             return self._park(request, set(), request.probing_until or 0.0)
         request.answers.clear()
-        plan, needs = self._plan(request, presence)
+        plan, needs = self._plan(request, choice.presence)
+        if core.config.coalesce and self.followers.follow(request, plan.hit.tokens):
+            return self._park(request, set(), self._clock() + PATIENCE_S)
         short_by = needs + self._reserved() - core.device.pool.available
         if short_by > 0:
             # Until that much is available, or something new is cached, there is no point in matching again.
             request.needs, request.matched_at = needs, core.directory.written
             return NoRoom(short_by)
         request.needs = 0
+        self.costs.declined_tokens += choice.declined
         jobs = self._hold(request, plan, step)
+        request.hit = replace(request.hit, declined=choice.declined)
         self._mark(request, plan.hit)
-        self._note_junction(request, presence, plan.hit.tokens)
+        self._note_junction(request, choice.presence, plan.hit.tokens)
         if jobs or plan.joins:
             return self._park(request, jobs | plan.joins, self._clock() + core.config.load_deadline_s)
         return Ready(request.hit)

@@ -13,7 +13,7 @@ answers it runs again, until it touches nothing unknown.  Two or three rounds, e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from ostinato.cache.presence import Presence
 from ostinato.hierarchy.residency import Residency
@@ -28,12 +28,16 @@ class Asker:
         self._core = core
         self._clock = clock
 
-    def presence(self, request: Residency) -> Presence | None:
-        """Where the units of the request's tokens are; None while a tier has not answered and may still do so."""
+    def presence(self, request: Residency, among: Collection[TierId]) -> Presence | None:
+        """Where the units of the request's tokens are, of the tiers in ``among``.
+
+        None while a tier has not answered and may still do so.
+        """
         core, cap = self._core, len(request.tokens) - 1
-        tiers = [tier for tier in core.lower if tier not in request.denied]
         while True:
-            asked = {tier: probe for tier, probe in core.asked.items() if tier not in request.denied}
+            allowed = [tier for tier in among if tier not in request.denied]
+            tiers = [tier for tier in core.lower if tier in allowed]
+            asked = {tier: probe for tier, probe in core.asked.items() if tier in allowed}
             answers = {tier: request.answers.setdefault(tier, {}) for tier in asked}
             presence = Presence(core.directory, core.layout, request.chain, tiers, answers)
             unknown = presence.unknown(cap) if asked and core.config.reuse and request.reuse else []

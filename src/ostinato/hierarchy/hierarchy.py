@@ -53,7 +53,10 @@ class CacheHierarchy:
         self._boundaries = Boundaries(core, self.handed_over)
         self._checkpoints = Checkpoints(core)
         self._stores = Stores(core, clock)
-        self._settlement = Settlement(core, self.requests)
+        self.costs = self._admitter.costs
+        """What loading and computing take; the scheduler says how long a step took."""
+        self.followers = self._admitter.followers
+        self._settlement = Settlement(core, self.requests, self.costs)
 
     # One request.
 

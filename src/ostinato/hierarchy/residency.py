@@ -21,13 +21,15 @@ class HitReport:
     """What a request did not have to compute.
 
     ``by_tier`` sums to ``tokens``: each token counted once, by its slowest group.  ``pages_by_group``: device pages
-    that the hit took or shared, per group.
+    that the hit took or shared, per group.  ``declined``: tokens beyond it that a tier has and that are computed, since
+    that is faster than loading them.
     """
 
     tokens: int = 0
     by_tier: tuple[tuple[TierId, int], ...] = ()
     pages_by_group: tuple[int, ...] = ()
     bytes_loaded: int = 0
+    declined: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,19 @@ class Woken:
 
 
 @dataclass(slots=True)
+class Following:
+    """A request waits until ``leader`` has computed ``until`` tokens, which both share.
+
+    ``seen``: how far the leader was at ``since``, when it last advanced.
+    """
+
+    leader: RequestId
+    until: int
+    seen: int
+    since: float
+
+
+@dataclass(slots=True)
 class Residency:
     """One request.  ``tokens`` is the scheduler's own list, which grows as tokens are sampled.
 
@@ -73,6 +88,7 @@ class Residency:
     ``committed[g]``: units of group ``g`` that were published.
     ``boundaries_at``: cuts already marked.  ``junctions``: cuts that attention could resume at and state could not.
     ``denied``: tiers that failed this request.  ``state``: what the next plan tells of its recurrent state.
+    ``impatient``: it followed a leader that did not advance, and follows nobody again.
     """
 
     request_id: RequestId
@@ -89,6 +105,8 @@ class Residency:
     answers: dict[TierId, dict[BlockKey, bool]] = field(default_factory=dict)
     """What asked tiers said for the admission that is under way."""
     denied: set[TierId] = field(default_factory=set)
+    following: Following | None = None
+    impatient: bool = False
     failures: int = 0
     needs: int = 0
     """Pages that were lacking at the last try: it is not tried again until so many are available..."""

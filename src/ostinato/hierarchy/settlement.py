@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ostinato.cache.directory import Place
+from ostinato.hierarchy.cost import Costs
 from ostinato.hierarchy.residency import Residency, Woken
 from ostinato.hierarchy.tiers import Core
 from ostinato.ids import DEVICE, JobId, RequestId, TierId
@@ -19,8 +20,9 @@ from ostinato.transfer.job import JobKind, JobState, Move, TransferJob, Transfer
 class Settlement:
     """Applies reports and deadlines.  ``requests`` is the hierarchy's own map."""
 
-    def __init__(self, core: Core, requests: Mapping[RequestId, Residency]) -> None:
+    def __init__(self, core: Core, requests: Mapping[RequestId, Residency], costs: Costs) -> None:
         self._core = core
+        self._costs = costs
         self._requests = requests
         self._cancelled: list[JobId] = []
 
@@ -31,6 +33,8 @@ class Settlement:
                 continue
             if job.state is not JobState.IN_DOUBT:
                 self._conclude(job, job.failed)
+                if job.order.kind is JobKind.LOAD and not job.failed:
+                    self._costs.note_load(job.order.tier, job.order.total_bytes, report.seconds)
             release(job)
 
     def expire(self, now: float) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections import Counter
 
 from ostinato.cache.pool import SlotState
-from ostinato.hierarchy.tiers import Core, OwnedTier
+from ostinato.hierarchy.hierarchy import CacheHierarchy
+from ostinato.hierarchy.tiers import OwnedTier
 from ostinato.ids import SlotId
 from ostinato.observe.stats import CacheStats, TierStats
 
 
-def snapshot(core: Core) -> CacheStats:
-    book = core.book.stats
+def snapshot(hierarchy: CacheHierarchy) -> CacheStats:
+    core, book = hierarchy.core, hierarchy.core.book.stats
     return CacheStats(
         tiers=tuple(_tier(tier) for tier in (core.device, *core.lower.values())),
         keys=len(core.directory),
@@ -25,6 +26,10 @@ def snapshot(core: Core) -> CacheStats:
         in_doubt=book.in_doubt,
         late_reports=book.late_reports,
         revoked=book.revoked,
+        load_speeds=hierarchy.costs.speeds(),
+        prefill_tokens_per_second=hierarchy.costs.tokens_per_second,
+        declined_tokens=hierarchy.costs.declined_tokens,
+        coalesced_tokens=hierarchy.followers.stats.tokens,
     )
 
 

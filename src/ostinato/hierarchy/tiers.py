@@ -56,7 +56,11 @@ class OwnedTier:
 
 @dataclass(frozen=True, slots=True)
 class CoreConfig:
-    """Numbers of the hierarchy.  ``pin_share``: part of the device that queued and running stores may hold."""
+    """Numbers of the hierarchy.  ``pin_share``: part of the device that queued and running stores may hold.
+
+    ``weigh_loads``: give up (a part of) a hit that takes longer to load than to compute.  ``coalesce``: a request waits
+    for another one to compute the prefix that they share.
+    """
 
     reuse: bool = True
     step_tokens: int = 512
@@ -65,6 +69,8 @@ class CoreConfig:
     probe_deadline_s: float = 5.0
     pin_share: float = 0.5
     max_load_failures: int = 2
+    weigh_loads: bool = True
+    coalesce: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,21 @@ class TierStats:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadSpeed:
+    """What loads from a tier have taken lately: ``latency_s`` and, on top, a byte per ``1 / bytes_per_second``."""
+
+    tier: str
+    latency_s: float
+    bytes_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
 class CacheStats:
-    """All owned tiers, fastest first, and transfers since start."""
+    """All owned tiers, fastest first, and transfers since start.
+
+    ``declined_tokens``: found in a tier, and computed since that was faster.  ``coalesced_tokens``: not computed twice,
+    since a request waited for the one that was computing them.
+    """
 
     tiers: tuple[TierStats, ...]
     keys: int
@@ -38,3 +51,7 @@ class CacheStats:
     in_doubt: int
     late_reports: int
     revoked: int
+    load_speeds: tuple[LoadSpeed, ...] = ()
+    prefill_tokens_per_second: float = 0.0
+    declined_tokens: int = 0
+    coalesced_tokens: int = 0

@@ -51,6 +51,7 @@ class Scheduler:
         """The requests of the plan in flight; one of them may have finished, and its id be in use again."""
         self._finished: list[RequestId] = []
         self._starved_since: float | None = None
+        self._planned_at = 0.0
 
     def add(self, request: Request) -> None:
         # Of a reused prefix there are no logits, so a prompt that is to be scored is computed as a whole.
@@ -86,6 +87,7 @@ class Scheduler:
         sequences = tuple(self._sequence(request, count, copies) for request, count in chosen)
         transfers, cancelled = self.cache.dispatch()
         finished, self._finished = tuple(self._finished), []
+        self._planned_at = self._clock()
         self._in_flight = StepPlan(self._step, sequences, tuple(copies), transfers, cancelled, finished)
         return self._in_flight
 
@@ -93,6 +95,7 @@ class Scheduler:
         """Take in what a step did; returns the sampled tokens of requests that are still alive."""
         plan, self._in_flight = self._in_flight, None
         assert plan is not None and plan.step == result.step, "results come in order, one per plan"
+        self.cache.costs.note_step(sum(len(item.tokens) for item in plan.sequences), self._clock() - self._planned_at)
         alive = {request.request_id for request in self._computing if request.phase is Phase.RUNNING}
         for sequence in plan.sequences:
             if sequence.request_id in alive:
