@@ -2,12 +2,15 @@
 
 A question is ``[family, prompt, count]``, in JSON; of each answer a line of JSON goes to stdout.  END: ``close`` ends
 in good order, ``hang`` waits to be killed with the engine open, ``signal`` asks all questions of the first family at
-once, as the command line does, until SIGTERM comes.
+once, as the command line does, until SIGTERM comes; ``doomed:N`` is killed before the N-th call of the operating system
+that changes the folder, or at the end, and says of each answer whether what it stored was durable by then.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import time
 from contextlib import ExitStack
@@ -18,8 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from e2e.support import greedy
+from disk.writer import Countdown, DoomedFolder
+from e2e.support import greedy, settle
 from families.configs import build
+from ostinato.connectors.disk import connector
 from ostinato.engine.llm import LLM
 from ostinato.engine.outputs import RequestOutput
 from ostinato.runtime.load import build_runtime
@@ -32,14 +37,28 @@ def open_llm(name: str, folder: str, **options: Any) -> LLM:
     return LLM(runtime, kv=[spec], num_gpu_blocks_override=200, max_num_batched_tokens=64, **options)
 
 
-def report(output: RequestOutput) -> None:
+def report(output: RequestOutput, **more: Any) -> None:
     answer = {
         "prompt": list(output.prompt_token_ids),
         "cached": output.cached_tokens,
         "tokens": list(output.outputs[0].token_ids),
         "logits": output.logits_sha256,
+        **more,
     }
     print(json.dumps(answer), flush=True)
+
+
+def run_doomed(folder: str, questions: list[Any], calls: int) -> None:
+    """One engine; every second answer's blocks are synced before it is told."""
+    connector.OsFolder = lambda path: DoomedFolder(path, Countdown(calls))  # type: ignore[assignment,misc]
+    llm = open_llm(questions[0][0], folder)
+    for number, (_, prompt, count) in enumerate(questions):
+        output = llm.generate(prompt, greedy(count))[0]
+        if number % 2:
+            settle(llm)
+            llm.built.connectors[0].store.flush()  # type: ignore[attr-defined]
+        report(output, durable=bool(number % 2))
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main(folder: str, end: str) -> None:
@@ -51,6 +70,8 @@ def main(folder: str, end: str) -> None:
             params = [greedy(count) for _, _, count in questions]
             llm.generate([prompt for _, prompt, _ in questions], params, on_finished=report)
         return
+    if end.startswith("doomed:"):
+        run_doomed(folder, questions, int(end.partition(":")[2]))
     with ExitStack() as stack:
         engines: dict[str, LLM] = {}
         for name, prompt, count in questions:
