@@ -25,7 +25,7 @@ from ostinato.hierarchy.boundaries import Boundaries, Handed
 from ostinato.hierarchy.checkpoints import Checkpoints
 from ostinato.hierarchy.residency import Admission, NoRoom, Residency, Woken
 from ostinato.hierarchy.settlement import Settlement
-from ostinato.hierarchy.stores import Stores, make_room
+from ostinato.hierarchy.stores import Stores
 from ostinato.hierarchy.tiers import Core
 from ostinato.ids import JobId, RequestId, Step
 from ostinato.transfer.job import PageCopy, TransferOrder, TransferReport
@@ -74,7 +74,7 @@ class CacheHierarchy:
         for observer in self.observers:
             observer.on_admit(request_id, len(request.tokens))
         answer = self._admitter.admit(request, self.step)
-        if isinstance(answer, NoRoom) and make_room(self.core, answer.short_by):
+        if isinstance(answer, NoRoom) and self._stores.make_room(answer.short_by):
             answer = self._admitter.admit(request, self.step)
         self._stores.secure(self._admitter.take_marked(), self.step)
         return answer
@@ -89,7 +89,7 @@ class CacheHierarchy:
         stops = self._checkpoints.stops(request, tokens)
         count = table.missing_pages(request.computed, stops)
         if count > pool.available:
-            make_room(self.core, count - pool.available)
+            self._stores.make_room(count - pool.available)
         taken = pool.take(count, table.lease.owner)
         if taken is None:
             return False

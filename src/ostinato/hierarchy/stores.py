@@ -5,8 +5,8 @@ means (``settlement``).  A store holds nothing back: one that finds no room is p
 evicts the block first.  An owned tier gets another chance when the block turns out to be a boundary, and once more
 before the device evicts it; an asked tier is offered a block once: when it fills, or, a state checkpoint, when it turns
 out to be a boundary (the others go nowhere: each is as big as many blocks, and all of them are on the way to one that
-is kept).  What it wants and stores may not pin yet goes as soon as they may.  A block whose stores fail is soon left
-alone, or a broken tier would be kept busy for ever.
+is kept).  What it wants and stores may not pin yet, or had to give back under pressure, goes as soon as they may.  A
+block whose stores fail is soon left alone, or a broken tier would be kept busy for ever.
 Thread: the scheduler's only.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
@@ -41,8 +41,12 @@ class Stores:
         self._core = core
         self._clock = clock
         self._warned = -math.inf
-        self._put_off: dict[TierId, deque[list[Entry]]] = {}
-        """Pages that asked tiers wanted while stores pinned too many; the oldest go when there are too many."""
+        most = core.device.pool.capacity
+        self._put_off: defaultdict[TierId, deque[list[Entry]]] = defaultdict(lambda: deque(maxlen=most))
+        """Pages that asked tiers wanted while stores pinned too many, or that pressure took back.
+
+        The oldest go when there are too many.
+        """
         per_step = sum(spec.pages(core.config.step_tokens) + 1 for spec in core.layout.groups)
         self._ahead = LOOK_AHEAD_STEPS * per_step
         self._seen: tuple[int, ...] = ()
@@ -85,7 +89,23 @@ class Stores:
         if pages:
             order_store(self._core, tier, [(entry, HOLE) for page in pages for entry in page], None, step)
         if rest:
-            self._put_off.setdefault(tier, deque(maxlen=self._core.device.pool.capacity)).extend(rest)
+            self._put_off[tier].extend(rest)
+
+    def make_room(self, short_by: int) -> bool:
+        """Pressure: take back the stores that no mover has seen, if that gives ``short_by`` device slots.
+
+        Asked tiers are given later what the device still has then; owned ones get their own second chances.
+        """
+        revoked = _take_back(self._core, short_by)
+        for order in revoked or ():
+            if order.tier in self._core.asked and not order.blocks:  # a connector's own order is its own affair
+                pages: dict[SlotId, list[Entry]] = {}
+                for move in order.moves:
+                    entry = self._core.directory.get(move.key)
+                    if entry is not None:
+                        pages.setdefault(move.device_slot, []).append(entry)
+                self._put_off[order.tier].extend(pages.values())
+        return revoked is not None
 
     def demote(self, step: Step) -> None:
         """Under pressure, copy what the device would evict next and no owned tier below holds."""
@@ -186,15 +206,16 @@ def pin_room(core: Core) -> int:
     return max(0, int(core.config.pin_share * core.device.pool.capacity) - len(core.book.stored_slots))
 
 
-def make_room(core: Core, short_by: int) -> bool:
-    """Pressure: take back the stores that no mover has seen, if that gives ``short_by`` device slots."""
+def _take_back(core: Core, short_by: int) -> list[TransferOrder] | None:
+    """Revoke all queued stores; None, and nothing happens, when that would not give ``short_by`` device slots."""
     queued = [job for job in core.book if job.state is JobState.QUEUED and job.order.kind is JobKind.STORE]
     pins = Counter(slot for job in queued for slot in job.device_lease.slots)
     if sum(core.device.pool.references(slot) == count for slot, count in pins.items()) < short_by:
-        return False
-    for job in core.book.revoke(JobKind.STORE):
+        return None
+    revoked = core.book.revoke(JobKind.STORE)
+    for job in revoked:
         if job.order.tier in core.lower:
             for move in job.order.moves:
                 core.directory.withdraw(move.key, job.order.tier)
         release(job)
-    return True
+    return [job.order for job in revoked]
