@@ -139,7 +139,9 @@ def device_bytes(config: EngineConfig) -> int:
 def _core(layout: CacheLayout, config: EngineConfig, pages: int, connectors: Sequence[Connector]) -> Core:
     directory = Directory()
     lower: dict[TierId, OwnedTier] = {}
-    order = (DEVICE, *(connector.tier for connector in connectors))
+    # What our own tiers hold needs no question, so they come first, each kind in the order given.
+    ours_first = sorted(connectors, key=lambda connector: connector.capabilities.ownership is not Ownership.OWNED)
+    order = (DEVICE, *(connector.tier for connector in ours_first))
     for tier in order:
         if order.count(tier) > 1:
             raise ConfigError(f"two tiers are called {tier!r}; each may be given once")
