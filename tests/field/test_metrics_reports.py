@@ -25,7 +25,7 @@ def test_o02_a_full_tier_that_nobody_uses_is_full_of_cached_blocks_and_not_in_us
     rig = fake_rig(layout_of(Full()), 40, [host])
     for start in (0, 100, 200):
         rig.serve(list(range(start, start + 64)))
-    device, below = snapshot(rig.cache.core).tiers
+    device, below = snapshot(rig.cache).tiers
     assert (below.blocks, below.free, below.idle, below.held) == (8, 0, 8, 0)
     assert (device.idle, device.held) == (12, 0)
     # A gate that is shut shows what transfers pin, in both tiers, as what it is: held, not cached.
@@ -33,7 +33,7 @@ def test_o02_a_full_tier_that_nobody_uses_is_full_of_cached_blocks_and_not_in_us
     rig.add(list(range(500, 564)))
     rig.run()
     rig.step()
-    device, below = snapshot(rig.cache.core).tiers
+    device, below = snapshot(rig.cache).tiers
     assert device.held == 4
     assert below.held == 4
     assert below.free + below.idle + below.held == 8
