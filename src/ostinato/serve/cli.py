@@ -19,6 +19,7 @@ from ostinato.errors import OstinatoError, RequestError
 from ostinato.serve.cache import app as cache_app
 from ostinato.serve.http.command import app as serve_app
 from ostinato.serve.settings import Config
+from ostinato.serve.simulate import app as simulate_app
 
 app: Final = typer.Typer(
     help="An LLM inference engine in which a prompt's prefix is not computed twice.",
@@ -27,6 +28,7 @@ app: Final = typer.Typer(
 )
 
 app.add_typer(cache_app, name="cache")
+app.add_typer(simulate_app)
 app.add_typer(serve_app)  # without a name: its command stands beside the others
 
 _PIPE_WIDTH: Final = 120
