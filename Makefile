@@ -11,7 +11,7 @@ PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest
 CODE   := $(wildcard src tests benchmarks examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test stores lint format versions demo bench clean
+.PHONY: help venv test simulate stores lint format versions demo bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,6 +28,10 @@ $(STAMP): pyproject.toml
 
 test: lint ## run every check: ruff, mypy, import contracts, pytest
 	$(PYTEST) -n 2 --dist loadfile
+
+SECONDS ?= 600
+simulate: $(STAMP) ## run random programs over all connectors and faults on both cores, every byte checked (SECONDS=600)
+	OMP_NUM_THREADS=1 PYTHONPATH=src $(BIN)/python tests/torment/run.py --processes 2 --seconds $(SECONDS)
 
 stores: $(STAMP) ## run the connector kit over real Redis and Mooncake servers, installing them where that is allowed
 	scripts/install-stores $(BIN)/python
