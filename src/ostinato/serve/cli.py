@@ -16,6 +16,7 @@ from rich.console import Console
 
 from ostinato import __version__
 from ostinato.errors import OstinatoError, RequestError
+from ostinato.serve.bench.command import app as bench_app
 from ostinato.serve.cache import app as cache_app
 from ostinato.serve.http.command import app as serve_app
 from ostinato.serve.settings import Config
@@ -30,6 +31,7 @@ app: Final = typer.Typer(
 app.add_typer(cache_app, name="cache")
 app.add_typer(simulate_app)
 app.add_typer(serve_app)  # without a name: its command stands beside the others
+app.add_typer(bench_app)
 
 _PIPE_WIDTH: Final = 120
 Tiers = Annotated[

@@ -1,0 +1,1 @@
+"""``ostinato bench``: a load generator for any server with OpenAI's API."""
