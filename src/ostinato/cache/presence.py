@@ -38,7 +38,8 @@ class Presence:
     """Answers ``present(group, ordinal)`` for one key chain; remembers what it found.
 
     ``tiers``: owned lower tiers, fastest first.  ``answers``: of asked tiers, fastest first; a key that a tier has not
-    been asked about is absent.
+    been asked about is absent.  ``foreign``: of the first so many tokens a device pool that is not ours (vLLM's) holds
+    what any cut from there on requires.
     """
 
     def __init__(
@@ -48,12 +49,14 @@ class Presence:
         chain: KeyChain,
         tiers: Sequence[TierId] = (),
         answers: Mapping[TierId, Mapping[BlockKey, bool]] | None = None,
+        foreign: int = 0,
     ) -> None:
         self._directory = directory
         self._layout = layout
         self._chain = chain
         self._tiers = tiers
         self._answers = answers or {}
+        self._foreign = foreign
         self._found: list[dict[int, Source]] = [{} for _ in layout.groups]
 
     def present(self, group: int, ordinal: int) -> bool:
@@ -117,6 +120,8 @@ class Presence:
 
     def _locate(self, group: int, ordinal: int) -> Source | None:
         spec = self._layout.groups[group]
+        if (ordinal + 1) * spec.hash_unit <= self._foreign:
+            return Source(DEVICE, HOLE, None)
         if not self._chain.covers(spec.hash_unit, ordinal):
             return None
         key = self._key(spec, ordinal)

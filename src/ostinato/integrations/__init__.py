@@ -1,0 +1,1 @@
+"""Ostinato's cache hierarchy inside of other engines."""
