@@ -20,9 +20,9 @@ from core.scenarios import MAX_DECODE, MAX_PROMPT, SETUPS, prompt
 from core.world import World
 
 SMALL: Final = settings(
-    max_examples=300, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
+    max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
 )
-LARGE: Final = settings(SMALL, max_examples=1500, stateful_step_count=100)
+LARGE: Final = settings(SMALL, max_examples=2000, stateful_step_count=100)
 INDEX = st.integers(0, 30)
 BROKEN = st.sampled_from((frozenset[int](), frozenset({0}), frozenset(range(99))))
 

@@ -35,6 +35,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_the_next_processes_go_on_with_the_chat(tmp_path: Path) -> None:
     """The first ones ask and end at once; the second ones' hits reach to the end of the answer."""
     first = ask(tmp_path, [[name, tokens(LENGTH), ANSWER] for name in FAMILIES])

@@ -41,7 +41,8 @@ def theirs(_one_thread: None) -> Any:
     return reference_model(torch.float32)
 
 
-@pytest.mark.parametrize("length", [700, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [700, 500])
 def test_greedy_tokens_equal_transformers(real_fp32: Runtime, theirs: Any, length: int) -> None:
     """700: the prompt crosses the window.  500: the answer does."""
     prompt = real_prompt(real_fp32, 60, "")[:length]
