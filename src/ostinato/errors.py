@@ -43,6 +43,14 @@ class SamplingError(RequestError):
     """A sampling parameter is out of range."""
 
 
+class NotCachedError(RequestError):
+    """What the request is about is not in the cache."""
+
+
+class CacheLimitError(RequestError):
+    """More would be pinned, or kept hidden, than is allowed."""
+
+
 class StoppedError(OstinatoError):
     """Whoever runs the engine wants it to stop: a signal, for example."""
 

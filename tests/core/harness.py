@@ -68,6 +68,8 @@ class AskedTier:
         self.stored: dict[tuple[int, BlockKey], bytes] = {}
         self.refutations = 0
         self.probes = 0
+        self.deletes: bool | None = True
+        self.removing: Sequence[BlockKey] = ()
         self._ranks = ranks
 
     def holds(self, key: BlockKey) -> bool:
@@ -87,6 +89,19 @@ class AskedTier:
         for key in keys:
             for rank in range(self._ranks):
                 self.stored.pop((rank, key), None)
+
+    def remove(self, keys: Sequence[BlockKey]) -> bool | None:
+        """``deletes``: at once; None: only when asked a second time; False: never."""
+        if self.deletes is False:
+            return False
+        if self.deletes is None and keys != self.removing:
+            self.removing = keys
+            return None
+        self.removing = ()
+        for key in keys:
+            for rank in range(self._ranks):
+                self.stored.pop((rank, key), None)
+        return True
 
     def forget(self) -> None:
         """It evicts on its own."""

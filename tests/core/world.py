@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from core.builders import make_core
 from core.harness import AskedTier, Clock, FakePlan, Work, Worker, seed_of
+from ostinato.cache.hints import PLAIN, CacheHints
 from ostinato.cache.layout import CacheLayout
 from ostinato.cache.pool import SlotState
 from ostinato.hierarchy.hierarchy import CacheHierarchy
@@ -69,13 +70,13 @@ class World:
 
     # What a user does.
 
-    def open(self, tokens: Sequence[int], decode: int = 0, salt: str = "") -> Client:
+    def open(self, tokens: Sequence[int], decode: int = 0, salt: str = "", hints: CacheHints = PLAIN) -> Client:
         self._names += 1
         client = Client(RequestId(f"r{self._names}"), salt, list(tokens), len(tokens) + decode)
         self.clients[client.name] = client
         self.waiting.append(client)
         self.worker.learn(salt, client.tokens)
-        self.cache.open(client.name, client.tokens, salt)
+        self.cache.open(client.name, client.tokens, salt, hints=hints)
         return client
 
     def close(self, client: Client) -> None:
@@ -209,9 +210,9 @@ class World:
         waiting, parked = [c.name for c in self.waiting], [c.name for c in self.parked]
         raise AssertionError(f"no end in sight: waiting {waiting}, parked {parked}, busy {len(self.cache.core.book)}")
 
-    def serve(self, tokens: Sequence[int], decode: int = 0, salt: str = "") -> Client:
+    def serve(self, tokens: Sequence[int], decode: int = 0, salt: str = "", hints: CacheHints = PLAIN) -> Client:
         """One request from start to end, alone."""
-        client = self.open(tokens, decode, salt)
+        client = self.open(tokens, decode, salt, hints)
         self.run(until=lambda: client in self.finished)
         return client
 

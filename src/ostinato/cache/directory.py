@@ -37,10 +37,10 @@ class Entry:
 
     ``tick`` is when a request last used it; ``boundary`` says that a cut where others may resume needs it (always so
     for kinds whose every unit serves all later cuts).  ``failed_stores`` counts copies to lower tiers that came to
-    nothing.
+    nothing.  ``spent``: its users said that they do not need it any more.
     """
 
-    __slots__ = ("boundary", "failed_stores", "key", "ordinal", "places", "tick")
+    __slots__ = ("boundary", "failed_stores", "key", "ordinal", "places", "spent", "tick")
 
     def __init__(self, key: BlockKey, ordinal: Ordinal, boundary: bool) -> None:
         self.key = key
@@ -48,7 +48,17 @@ class Entry:
         self.boundary = boundary
         self.tick = 0
         self.failed_stores = 0
+        self.spent = False
         self.places: dict[TierId, Place] = {}
+
+    def use(self, tick: int) -> None:
+        """A request uses it."""
+        self.tick = max(self.tick, tick)
+        self.spent = False
+
+    def spend(self) -> None:
+        """It goes first from now on, until it is used again."""
+        self.tick, self.boundary, self.spent = 0, False, True
 
 
 class Directory:
@@ -66,6 +76,9 @@ class Directory:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries.values())

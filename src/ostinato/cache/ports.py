@@ -27,6 +27,12 @@ class Probe(Protocol):
     def refuted(self, keys: Sequence[BlockKey]) -> None:
         """Loads of ``keys`` failed: earlier answers about them were wrong."""
 
+    def remove(self, keys: Sequence[BlockKey]) -> bool | None:
+        """Delete what is held of ``keys``, for good.
+
+        True: nothing of them can be loaded any more.  None: not yet, ask again.  False: this tier cannot delete.
+        """
+
 
 class Observer(Protocol):
     """Somebody who wants to know what the hierarchy does, as it does it (connectors' hooks, KV events)."""

@@ -97,7 +97,8 @@ class Mover(Protocol):
 class Connector:
     """Scheduler half.  Subclass it, set ``capabilities``, override what applies.
 
-    An OWNED connector implements :meth:`slots`; KEPT and SHARED ones :meth:`probe`, :meth:`offer`, :meth:`refuted`.
+    An OWNED connector implements :meth:`slots`; KEPT and SHARED ones :meth:`probe`, :meth:`offer`, :meth:`refuted`,
+    and :meth:`remove` where the tier can delete.
     """
 
     capabilities: Capabilities
@@ -111,11 +112,11 @@ class Connector:
 
     def make_mover(self, device: DevicePages, notify: Callable[[], None]) -> Mover:  # noqa: ARG002
         """The worker half; ``notify()`` is to be called when a report is ready, from any thread."""
-        raise self._lacks("make_mover")
+        raise _lacks(self, "make_mover")
 
     def slots(self, page_bytes: int) -> int:  # noqa: ARG002
         """OWNED: how many pages the tier holds."""
-        raise self._lacks("slots")
+        raise _lacks(self, "slots")
 
     def probe(self, keys: Sequence[BlockKey]) -> Sequence[bool] | None:
         """Which of ``keys`` could be loaded now; None = not known yet, ask again."""
@@ -127,6 +128,13 @@ class Connector:
 
     def refuted(self, keys: Sequence[BlockKey]) -> None:
         """Loads of ``keys`` failed."""
+
+    def remove(self, keys: Sequence[BlockKey]) -> bool | None:  # noqa: ARG002
+        """Delete ``keys``.  True: none of them can be loaded any more; None: not yet, ask again; False: cannot delete.
+
+        Asked again until it is not None; meanwhile nobody is told that the tier has them.
+        """
+        return False
 
     def bind(self, context: KVConnectorSchedulerContext) -> None:
         """Called once, when the scheduler starts."""
@@ -149,6 +157,7 @@ class Connector:
     def close(self) -> None:
         """Stop; nothing is called afterwards."""
 
-    def _lacks(self, method: str) -> ConnectorError:
-        name = type(self).__name__
-        return ConnectorError(f"connector {name} has no {method}(): it was made for another version of this interface")
+
+def _lacks(connector: Connector, method: str) -> ConnectorError:
+    name = type(connector).__name__
+    return ConnectorError(f"connector {name} has no {method}(): it was made for another version of this interface")

@@ -38,6 +38,9 @@ class ForwardingConnector(Connector):
     def refuted(self, keys: Sequence[BlockKey]) -> None:
         self.inner.refuted(keys)
 
+    def remove(self, keys: Sequence[BlockKey]) -> bool | None:
+        return self.inner.remove(keys)
+
     def bind(self, context: KVConnectorSchedulerContext) -> None:
         self.inner.bind(context)
 

@@ -85,6 +85,15 @@ class GuardedProbe:
         finally:
             self._expire()
 
+    def remove(self, keys: Sequence[BlockKey]) -> bool | None:
+        try:
+            return self._connector.remove(keys)
+        except Exception:
+            log.exception("connector %s failed in remove(); counted as unable to delete", self.tier)
+            return False
+        finally:
+            self._expire()
+
     def _ask(
         self, what: str, call: Callable[[Sequence[BlockKey]], Sequence[bool] | None], keys: Sequence[BlockKey]
     ) -> Sequence[bool] | None:

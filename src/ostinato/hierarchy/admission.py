@@ -203,7 +203,8 @@ class Admitter:
                 entry = directory.get(BlockKey(spec.group, request.chain.digest(spec.hash_unit, ordinal)))
                 if entry is None:
                     continue
-                entry.tick = tick
+                entry.use(tick)
+                self._core.lifetimes.use(request, entry.key)
                 if not entry.boundary:
                     entry.boundary = True
                     self._marked.append(entry)

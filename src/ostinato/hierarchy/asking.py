@@ -43,6 +43,9 @@ class Asker:
             unknown = presence.unknown(cap) if asked and core.config.reuse and request.reuse else []
             silent = set()
             for tier, probe in asked.items():
+                hidden = core.hidden.get(tier)
+                if hidden:
+                    answers[tier].update((key, False) for key in unknown if key in hidden)
                 keys = [key for key in unknown if key not in answers[tier]]
                 reply = probe.probe(keys) if keys else ()
                 if reply is None:

@@ -11,7 +11,7 @@ doubling in long contexts of models with recurrent state.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from ostinato.cache.directory import Entry, Place
 from ostinato.cache.keys import BlockKey
@@ -22,6 +22,9 @@ from ostinato.hierarchy.checkpoints import lasting_cuts, prompt_cuts
 from ostinato.hierarchy.residency import Residency
 from ostinato.hierarchy.tiers import Core
 from ostinato.ids import DEVICE, HOLE, Ordinal, RequestId
+
+RETURN_TICKS: Final = 256
+"""What is expected to return counts as used so many uses later than it was: it is kept longer, and not for ever."""
 
 
 class Handed(NamedTuple):
@@ -50,11 +53,16 @@ class Boundaries:
                 if slot == HOLE:  # of recurrent state only some units exist
                     continue
                 key = BlockKey(spec.group, request.chain.digest(spec.hash_unit, ordinal))
+                if request.erased and request.is_erased(key.digest):
+                    continue
                 place = Place(slot, core.device.pool.generation[slot], None)
                 entry = core.directory.write(key, Ordinal(ordinal), DEVICE, place, keeps_interior(spec.kind))
                 if entry is not None:
                     published.append(entry)
+                else:
+                    core.lifetimes.use(request, key)
             request.committed[spec.group] = request.computed // spec.hash_unit
+        core.lifetimes.begin(request, [entry.key for entry in published])
         return published
 
     def mark_reached(self, request: Residency, before: int) -> list[Entry]:
@@ -70,12 +78,14 @@ class Boundaries:
         """The request lets go: keep where it is now, and note the use.  Returns what was not marked before."""
         marked = self._mark(request, request.computed)
         tick = self._core.directory.next_tick()
+        if request.hints.expect_return:
+            tick += RETURN_TICKS
         for spec in self._core.layout.groups:
             # Interior units were used when they were computed; only what a cut needs counts as used now.
             cuts = (request.computed,) if keeps_interior(spec.kind) else tuple(request.boundaries_at)
             for cut in cuts:
                 for entry in self._required(request, spec, cut):
-                    entry.tick = tick
+                    entry.use(tick)
         return marked
 
     def _mark(self, request: Residency, tokens: int) -> list[Entry]:

@@ -36,7 +36,7 @@ class Checkpoints:
     def stops(self, request: Residency, stop: int) -> tuple[int, ...]:
         """Ascending positions up to ``stop``, the end of the chunk, at which state is kept."""
         start = request.computed
-        if not self._groups or stop - start == 1 or not self._core.config.reuse:
+        if not self._groups or stop - start == 1 or not self._core.config.reuse or request.hints.no_store:
             return (stop,)
         ends = {cut for cut in prompt_cuts(request, self._core.layout.granularity) if start < cut < stop} | {stop}
         wanted = [cut for cut in self._optional(request, start, stop) if cut not in ends]

@@ -35,7 +35,7 @@ class Emitter:
         None when there is nothing to store: no table, no full unit among them, or stores pin too much already.
         """
         request = self._requests.get(request_id)
-        if request is None or request.table is None:
+        if request is None or request.table is None or request.is_private:
             return None
         table = request.table
         blocks = tuple(
@@ -48,6 +48,8 @@ class Emitter:
             for entry in self._full_units(request, table, group, position)
         )
         pages = {entry.places[DEVICE].slot for entry in entries} - self._core.book.stored_slots.keys()
+        if not all(self._core.may_have(tier, entry.key) for entry in entries):
+            return None
         if not entries or len(pages) > pin_room(self._core):
             return None
         return order_store(self._core, tier, [(entry, HOLE) for entry in entries], None, self._step(), blocks)

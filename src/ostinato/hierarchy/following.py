@@ -70,7 +70,7 @@ class Followers:
         last = (len(request.tokens) - 1) // core.layout.granularity * core.layout.granularity
         best, leader = hit + LEAST_GAIN - 1, None
         for other in self._requests.values():
-            if other is request or other.table is None or last <= best or other.computed > last:
+            if other is request or other.table is None or other.is_private or last <= best or other.computed > last:
                 continue
             shared = min(last, shared_tokens(request.chain, other.chain))
             shared -= shared % core.layout.granularity

@@ -17,12 +17,14 @@ import time
 from collections.abc import Callable, Sequence
 
 from ostinato.cache.audit import audit_directory, audit_pool, audit_tables
+from ostinato.cache.hints import PLAIN, CacheHints
 from ostinato.cache.keys import KeyChain
 from ostinato.cache.ports import Observer
 from ostinato.cache.table import BlockTable, StatePlan
 from ostinato.hierarchy.admission import Admitter
 from ostinato.hierarchy.boundaries import Boundaries, Handed
 from ostinato.hierarchy.checkpoints import Checkpoints
+from ostinato.hierarchy.control import CacheControl
 from ostinato.hierarchy.residency import Admission, NoRoom, Residency, Woken
 from ostinato.hierarchy.settlement import Settlement
 from ostinato.hierarchy.stores import Stores
@@ -57,25 +59,36 @@ class CacheHierarchy:
         """What loading and computing take; the scheduler says how long a step took."""
         self.followers = self._admitter.followers
         self._settlement = Settlement(core, self.requests, self.costs)
+        self.control = CacheControl(core, self.requests, seed, clock)
 
     # One request.
 
-    def open(self, request_id: RequestId, tokens: Sequence[int], salt: str = "", reuse: bool = True) -> None:
+    def open(
+        self,
+        request_id: RequestId,
+        tokens: Sequence[int],
+        salt: str = "",
+        reuse: bool = True,
+        hints: CacheHints = PLAIN,
+    ) -> None:
         """Begin to know a request.  ``tokens`` is read again on every call: the caller appends what it samples.
 
         Without ``reuse`` it is computed from its first token on; what it computes is kept for others all the same.
         """
         assert request_id not in self.requests, f"{request_id} is open already"
         chain = KeyChain(self._seed(salt), self.core.layout.base_unit)
-        self.requests[request_id] = Residency(request_id, tokens, len(tokens), chain, reuse)
+        self.requests[request_id] = Residency(request_id, tokens, len(tokens), chain, reuse, hints=hints)
 
     def admit(self, request_id: RequestId) -> Admission:
         request = self.requests[request_id]
         for observer in self.observers:
             observer.on_admit(request_id, len(request.tokens))
+        self.control.tick()
         answer = self._admitter.admit(request, self.step)
-        if isinstance(answer, NoRoom) and self._stores.make_room(answer.short_by):
-            answer = self._admitter.admit(request, self.step)
+        for make_room in (self._stores.make_room, self.control.give_way):
+            if isinstance(answer, NoRoom) and make_room(answer.short_by):
+                answer = self._admitter.admit(request, self.step)
+        self._stores.offer(self.control.released(), self.step)
         self._stores.secure(self._admitter.take_marked(), self.step)
         return answer
 
@@ -130,7 +143,7 @@ class CacheHierarchy:
         table = _table(request)
         before, request.computed = request.computed, computed
         self.computed_step = step
-        if self.core.config.reuse:
+        if self.core.config.reuse and not request.hints.no_store:
             published = self._boundaries.publish(request, table)
             # Marked before anything is offered, so that boundaries come first when there is not room for all.
             marked = self._boundaries.mark_reached(request, before)
@@ -146,8 +159,10 @@ class CacheHierarchy:
 
         ``fence``: the step that may still be computing it.
         """
-        self._give_up_table(self.requests[request_id], fence)
+        request = self.requests[request_id]
+        self._give_up_table(request, fence)
         del self.requests[request_id]
+        self.control.end(request)
 
     def preempt(self, request_id: RequestId, fence: Step | None = None) -> None:
         """Take the request's blocks away; what was published stays hittable, so that it resumes near where it was."""
@@ -165,6 +180,7 @@ class CacheHierarchy:
         self.core.device.pool.settle(step)
         self._settlement.apply(reports)
         self._settlement.expire(self._clock())
+        self.control.tick()
         woken = self._settlement.wake()
         for item in woken:
             if not item.ok:
@@ -183,7 +199,7 @@ class CacheHierarchy:
     def audit(self) -> None:
         """Raise AuditError if any slot, key or reference is unaccounted for."""
         core = self.core
-        tiers = [core.device, *core.lower.values()]
+        tiers = core.owned()
         for tier in tiers:
             audit_pool(tier.pool, tier.retention, core.directory)
         audit_tables(request.table for request in self.requests.values() if request.table is not None)
@@ -200,7 +216,7 @@ class CacheHierarchy:
         for observer in self.observers:
             observer.on_release(request.request_id)
         table, request.table, request.state = request.table, None, None
-        if self.core.config.reuse and request.computed:
+        if self.core.config.reuse and request.computed and not request.hints.no_store:
             self._stores.secure(self._boundaries.close(request), self.step)
         table.lease.release(fence)
         request.computed = 0

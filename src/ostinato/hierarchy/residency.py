@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from ostinato.cache.hints import PLAIN, CacheHints
 from ostinato.cache.keys import BlockKey, KeyChain
 from ostinato.cache.pool import Lease
 from ostinato.cache.table import BlockTable, StatePlan
@@ -114,6 +115,17 @@ class Residency:
     """...or the directory has published more than it had at that try."""
     boundaries_at: set[int] = field(default_factory=set)
     junctions: set[int] = field(default_factory=set)
+    hints: CacheHints = PLAIN
+    erased: tuple[frozenset[bytes], ...] = ()
+    """Ends of units that were deleted while the request was open: it does not publish them again."""
     state: StatePlan | None = None
     copies: tuple[PageCopy, ...] = ()
     copy_lease: Lease | None = None
+
+    @property
+    def is_private(self) -> bool:
+        """Whether (a part of) what it computes cannot be found by others."""
+        return self.hints.no_store or bool(self.erased)
+
+    def is_erased(self, digest: bytes) -> bool:
+        return any(digest in some for some in self.erased)

@@ -73,9 +73,10 @@ class Stores:
         if not entries:
             return
         for tier_id, probe in self._core.asked.items():
-            wanted = probe.offer([entry.key for entry in entries])
-            self._core.answers[tier_id].declined += len(entries) - sum(wanted)
-            self._store_asked(tier_id, [entry for entry, wants in zip(entries, wanted, strict=True) if wants], step)
+            shown = [entry for entry in entries if self._core.may_have(tier_id, entry.key)]
+            wanted = probe.offer([entry.key for entry in shown])
+            self._core.answers[tier_id].declined += len(shown) - sum(wanted)
+            self._store_asked(tier_id, [entry for entry, wants in zip(shown, wanted, strict=True) if wants], step)
 
     def catch_up(self, step: Step) -> None:
         """Asked tiers get what was put off, as far as it is still on the device and stores may pin it now."""
@@ -133,7 +134,7 @@ class Stores:
 
     def _is_storable(self, entry: Entry) -> bool:
         place = entry.places.get(DEVICE)
-        if place is None or not place.ready or entry.failed_stores >= MAX_STORE_FAILURES:
+        if place is None or not place.ready or entry.spent or entry.failed_stores >= MAX_STORE_FAILURES:
             return False
         return entry.boundary or not self._core.is_checkpoint(entry)
 

@@ -5,17 +5,19 @@ Owns: the pairing of one pool with its retention, and the rule of what may be ev
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from ostinato.cache.directory import Directory, Entry
+from ostinato.cache.keys import BlockKey
 from ostinato.cache.kinds import keeps_checkpoints
 from ostinato.cache.layout import CacheLayout
 from ostinato.cache.pool import Lease, SlotPool
 from ostinato.cache.ports import Probe
 from ostinato.cache.retention import Rank, Retention
+from ostinato.hierarchy.lifetimes import Lifetimes
 from ostinato.ids import DEVICE, SlotId, TierId
 from ostinato.observe.counts import AnswerCounts
 from ostinato.transfer.book import Book
@@ -53,13 +55,18 @@ class OwnedTier:
             lease.absorb(more)
         return lease, list(lease.slots)
 
+    def reconsider(self, slot: SlotId) -> None:
+        """Keys of ``slot`` were withdrawn or lost worth: if idle, it comes free when none is left, or changes place."""
+        self.pool.share([slot], "reconsidered").release()
+
 
 @dataclass(frozen=True, slots=True)
 class CoreConfig:
     """Numbers of the hierarchy.  ``pin_share``: part of the device that queued and running stores may hold.
 
     ``weigh_loads``: give up (a part of) a hit that takes longer to load than to compute.  ``coalesce``: a request waits
-    for another one to compute the prefix that they share.
+    for another one to compute the prefix that they share.  ``pinned_share``: part of each of our own tiers that people
+    may pin.
     """
 
     reuse: bool = True
@@ -71,6 +78,7 @@ class CoreConfig:
     max_load_failures: int = 2
     weigh_loads: bool = True
     coalesce: bool = True
+    pinned_share: float = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +96,9 @@ class Core:
     """All tiers from fast to slow."""
     answers: defaultdict[TierId, AnswerCounts] = field(default_factory=lambda: defaultdict(AnswerCounts))
     """What asked tiers said."""
+    hidden: defaultdict[TierId, Counter[BlockKey]] = field(default_factory=lambda: defaultdict(Counter))
+    """Deleted keys that an asked tier may still hold: nobody finds them, and they are not offered to it."""
+    lifetimes: Lifetimes = field(default_factory=Lifetimes)
 
     def unsaved(self, pages: int) -> bool:
         """Whether taking ``pages`` device pages would evict a boundary that no lower tier of ours has."""
@@ -100,6 +111,14 @@ class Core:
             for slot in victims
             for entry in self.directory.contents(DEVICE, slot)
         )
+
+    def owned(self) -> tuple[OwnedTier, ...]:
+        """Tiers whose slots are ours, the device first."""
+        return (self.device, *self.lower.values())
+
+    def may_have(self, tier: TierId, key: BlockKey) -> bool:
+        """Whether an asked tier may be given ``key``: it outlives what was deleted, and what is to expire."""
+        return key not in self.hidden.get(tier, ()) and not self.lifetimes.expires(key)
 
     def is_checkpoint(self, entry: Entry) -> bool:
         """Whether the entry is a state of everything before it, rather than what some tokens left behind."""
