@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Final, NoReturn
 
 from ostinato.errors import SamplingError
+from ostinato.structured_outputs import StructuredOutputs
 
 GREEDY_BELOW: Final = 1e-5
 """Temperatures below this are greedy, as in vLLM: dividing by them would overflow."""
@@ -30,8 +31,9 @@ class SamplingParams:
     """One request's parameters; :class:`SamplingError` on construction when a field is out of range.
 
     Lists are kept as tuples and ``logit_bias`` as sorted pairs, whatever they were given as.  What is done to a row of
-    logits, in this order: ``allowed_token_ids``, ``bad_words``, ``min_tokens``, ``logit_bias``, penalties; then the
-    most probable token is taken (greedy), or one is drawn by ``temperature``, ``min_p``, ``top_k``, ``top_p``.
+    logits, in this order: ``structured_outputs``, ``allowed_token_ids``, ``bad_words``, ``min_tokens``, ``logit_bias``,
+    penalties; then the most probable token is taken (greedy), or one is drawn by ``temperature``, ``min_p``, ``top_k``,
+    ``top_p``.
 
     ``n``: completions of the prompt; number i has the seed ``seed + i``.  ``seed=None`` asks for fresh random seeds.
     ``top_k`` of 0 or -1, ``top_p`` of 1 and ``min_p`` of 0 are off.
@@ -41,6 +43,7 @@ class SamplingParams:
     ``logprobs``: log-probabilities of each sampled token and of this many most probable ones (-1: all), of the model's
     own logits, before anything above is done to them; ``prompt_logprobs``: the same of the prompt's tokens, which are
     then all computed, reusing nothing.  ``detokenize=False``: outputs have no text, and stop strings are not possible.
+    ``structured_outputs``: the form that the output has; it ends the output itself, so not with ``ignore_eos``.
     ``logits_digest``: the SHA-256 over the logits of every generated position.
     """
 
@@ -68,6 +71,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     detokenize: bool = True
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -84,6 +88,8 @@ class SamplingParams:
         object.__setattr__(self, "bad_words_ids", _id_lists(self.bad_words_ids))
         if self.stop and not self.detokenize:
             raise SamplingError("stop needs the output as text: leave detokenize=True, or use stop_token_ids")
+        if self.structured_outputs is not None:
+            self._check_structured()
 
     def _check_numbers(self) -> None:
         for name in ("max_tokens", "n"):
@@ -113,6 +119,14 @@ class SamplingParams:
             not _is_whole(self.seed) or not -(1 << _SEED_BITS) <= self.seed < 1 << _SEED_BITS
         ):
             _refuse("seed", self.seed, "None or a whole number of 64 bits")
+
+    def _check_structured(self) -> None:
+        wanted: object = self.structured_outputs
+        if not isinstance(wanted, StructuredOutputs):
+            _refuse("structured_outputs", wanted, "None or StructuredOutputs")
+        if self.ignore_eos or self.allowed_token_ids is not None:
+            other = "ignore_eos" if self.ignore_eos else "allowed_token_ids"
+            raise SamplingError(f"structured_outputs say which tokens come, and when they end: leave out {other}")
 
     @property
     def greedy(self) -> bool:
@@ -145,7 +159,7 @@ class SamplingParams:
     @property
     def uses_past(self) -> bool:
         """Whether a token depends on which tokens came before, other than by the model."""
-        return self.penalised or bool(self.bad_words_ids)
+        return self.penalised or bool(self.bad_words_ids) or self.structured_outputs is not None
 
     @property
     def adjusts(self) -> bool:

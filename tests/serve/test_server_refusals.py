@@ -50,7 +50,7 @@ def http(running: Running) -> Iterator[httpx.Client]:
         ({"best_of": 3}, "best_of", None),
         ({"suffix": "end"}, "suffix", "unsupported"),
         ({"cache_salt": "mine"}, "cache_salt", "unsupported"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "unsupported"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format", "unsupported"),
         ({"stream_options": {"include_usage": True}}, "stream_options", None),
         ({"prompt": "a" * 5000}, "prompt", "context_length_exceeded"),
     ],

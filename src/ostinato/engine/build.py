@@ -32,6 +32,7 @@ from ostinato.hierarchy.tiers import Core, CoreConfig, OwnedTier, StoreMode
 from ostinato.ids import DEVICE, TierId
 from ostinato.memory import check_memory
 from ostinato.runtime.device_pages import ArenaPages
+from ostinato.runtime.grammars import Grammars
 from ostinato.runtime.load import Runtime, make_worker
 from ostinato.runtime.worker import Worker
 from ostinato.scheduler.policy import Policy
@@ -48,6 +49,7 @@ class BuiltEngine:
     worker: Worker
     connectors: tuple[Connector, ...]
     report: StartupReport
+    grammars: Grammars
     events: ZmqPublisher | None = None
 
 
@@ -66,7 +68,8 @@ def build_engine(
         connector.open(Site(layout, identity, model=runtime.name))
     core = _core(layout, config, pages, tiers)
     hierarchy = CacheHierarchy(core, _seeder(runtime), clock)
-    worker = make_worker(runtime, pages, {}, poison=config.check_invariants)
+    grammars = Grammars(runtime.tokenizer, vocabulary_size(runtime), eos_token_ids(runtime))
+    worker = make_worker(runtime, pages, {}, config.check_invariants, grammars)
     device = ArenaPages(worker.arena)
     try:
         for connector in tiers:
@@ -86,10 +89,11 @@ def build_engine(
         worker,
         Vocabulary(runtime.tokenizer or NoTokenizer()),
         eos_token_ids(runtime),
-        Limits(max_model_len, pages, layout.page_bytes, vocabulary_size(runtime)),
+        Limits(max_model_len, pages, layout.page_bytes, vocabulary_size(runtime), grammars.check),
         on_step=hierarchy.audit if config.check_invariants else None,
     )
-    return BuiltEngine(engine, hierarchy, worker, tiers, _report(runtime, config, core, max_model_len), events)
+    report = _report(runtime, config, core, max_model_len)
+    return BuiltEngine(engine, hierarchy, worker, tiers, report, grammars, events)
 
 
 def _publisher(config: EngineConfig, hierarchy: CacheHierarchy, everybody: bytes) -> ZmqPublisher | None:

@@ -146,6 +146,10 @@ class EngineThread:
                 for observer in self._observers:
                     observer.aborted(request_id)
             return
+        for request_id, failure in self._engine.failures:
+            self._outgoing.append((self._known.pop(request_id)[0], failure))
+            for observer in self._observers:
+                observer.aborted(request_id)
         for output in outputs:
             batch, index, _ = self._known.pop(output.request_id)
             for observer in self._observers:

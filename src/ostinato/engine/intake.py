@@ -6,31 +6,38 @@ Everything is refused here, with a RequestError, or it can be computed to its en
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from ostinato.cache.layout import CacheLayout
 from ostinato.engine.text import Vocabulary
 from ostinato.errors import PromptTooLongError, RequestError, SamplingError
 from ostinato.sampling_params import SamplingParams
+from ostinato.structured_outputs import StructuredOutputs
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What a request may be.  ``max_pages`` of ``page_bytes`` bytes are the device pool.
 
-    ``vocabulary``: token ids are below it; None: not known, not checked.
+    ``vocabulary``: token ids are below it; None: not known, not checked.  ``check_form`` raises SamplingError for the
+    form of an output that cannot be kept to.
     """
 
     max_model_len: int
     max_pages: int
     page_bytes: int
     vocabulary: int | None = None
+    check_form: Callable[[StructuredOutputs], None] | None = None
 
     def room(self, length: int, sampling: SamplingParams, layout: CacheLayout, step_tokens: int) -> int:
         """Tokens that a request with a prompt of ``length`` tokens may generate."""
         if not length:
             raise RequestError("the prompt is empty: give at least one token")
+        if sampling.structured_outputs is not None:
+            if self.check_form is None:
+                raise SamplingError("structured_outputs are not available here")
+            self.check_form(sampling.structured_outputs)
         if length >= self.max_model_len:
             raise PromptTooLongError(
                 f"the prompt has {length} tokens, but max_model_len is {self.max_model_len} including the answer"

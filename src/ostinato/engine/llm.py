@@ -160,7 +160,10 @@ class LLM:
             if self._interrupted:
                 self._interrupted = False
                 raise StoppedError("generating was stopped from outside")
-            for output in engine.step():
+            finished = engine.step()
+            for _, failure in engine.failures:
+                raise failure
+            for output in finished:
                 done[output.request_id] = output
                 if on_finished is not None:
                     on_finished(output)

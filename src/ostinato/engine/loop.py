@@ -64,6 +64,8 @@ class Engine:
         self._live: dict[str, LiveRequest] = {}
         self._completions: dict[RequestId, tuple[LiveRequest, Completion]] = {}
         """By the scheduler's names: all that have not ended, those held back included."""
+        self.failures: list[tuple[str, RequestError]] = []
+        """Requests that the last step had to give up, and why."""
         self._news: list[tuple[LiveRequest, CompletionDelta]] = []
         self._arrivals = 0
         self._unusable = ""
@@ -135,6 +137,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """One plan, one result; those who watch hear of it; returns the requests that finished in it."""
         self._check_usable()
+        self.failures.clear()
         try:
             plan = self.scheduler.plan()
             result = self.executor.execute(plan)
@@ -192,8 +195,12 @@ class Engine:
                 self._completions[part.request_id][0].score(part)
         outputs = []
         for sampled in result.sampled:
-            if sampled.request_id in alive:
+            if sampled.request_id in alive and sampled.request_id in self._completions:
                 live, completion = self._completions[sampled.request_id]
+                if sampled.error:
+                    self.abort(live.request_id)
+                    self.failures.append((live.request_id, RequestError(f"the output cannot go on: {sampled.error}")))
+                    continue
                 delta = live.push(completion, sampled, now)
                 if delta is not None:
                     self._news.append((live, delta))

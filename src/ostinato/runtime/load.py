@@ -37,6 +37,7 @@ from ostinato.runtime.attention import select_backend
 from ostinato.runtime.attention_hook import install
 from ostinato.runtime.experts import install_experts, replaced_experts
 from ostinato.runtime.geometry import ModelSpecs
+from ostinato.runtime.grammars import Grammars
 from ostinato.runtime.latent import absorb_latents
 from ostinato.runtime.linear import make_invariant
 from ostinato.runtime.mixers import REPLACED, rebind_mixers
@@ -229,10 +230,16 @@ def _try(
     return prepared, promise
 
 
-def make_worker(runtime: Runtime, num_pages: int, movers: Mapping[TierId, MoverPort], poison: bool = False) -> Worker:
+def make_worker(
+    runtime: Runtime,
+    num_pages: int,
+    movers: Mapping[TierId, MoverPort],
+    poison: bool = False,
+    grammars: Grammars | None = None,
+) -> Worker:
     """A worker with an arena of ``num_pages`` pages of its own, over the shared model."""
     arena = Arena(runtime.layout, runtime.prepared.specs, num_pages, poison)
-    return Worker(ModelRunner(runtime.prepared, arena, _sampler()), arena, movers)
+    return Worker(ModelRunner(runtime.prepared, arena, _sampler(), grammars), arena, movers)
 
 
 def _sampler() -> Sampler:

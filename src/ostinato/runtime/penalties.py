@@ -4,7 +4,7 @@ Owns: the arithmetic, and the counts of tokens it needs.  Does not own: the para
 of a token (``sampler``), which tokens came before (the plan says so, once per fresh request).
 
 Invariant: a row's result depends on its logits, parameters and history alone; all sums are of two numbers, in fp32.
-The order is vLLM's: allowed tokens, bad words, least length, bias, then penalties.  Thread: the worker's.
+The order is vLLM's: grammar, allowed tokens, bad words, least length, bias, then penalties.  Thread: the worker's.
 """
 
 from __future__ import annotations
@@ -52,22 +52,24 @@ def adjusts(params: SamplingParams, step: int) -> bool:
     return params.adjusts and (step < params.min_tokens or not _only_min_tokens(params))
 
 
-def adjust(logits: torch.Tensor, params: SamplingParams, step: int, history: History) -> torch.Tensor:
+def adjust(
+    logits: torch.Tensor, params: SamplingParams, step: int, history: History, mask: torch.Tensor | None = None
+) -> torch.Tensor:
     """``logits`` [V] as fp32 on the CPU with everything applied that ``params`` ask for at token number ``step``.
 
-    Where the bad words would leave nothing to choose, they are left out: some token has to come.
+    ``mask`` [V]: the tokens that a grammar allows.  Where the least length or the bad words would leave nothing to
+    choose, they are left out: some token has to come.
     """
     values = logits.to("cpu", torch.float32, copy=True)
+    if mask is not None:
+        values.masked_fill_(~mask, -math.inf)
     if params.allowed_token_ids is not None:
         values = _only(values, params.allowed_token_ids)
     if step < params.min_tokens and params.stop_ids:
-        values[list(params.stop_ids)] = -math.inf
+        values = _without(values, params.stop_ids)
     forbidden = [words[-1] for words in _bad_words(params) if _begun(words, history.output)]
     if forbidden:
-        before = values
-        values = values.index_fill(0, torch.tensor(forbidden), -math.inf)
-        if float(values.max()) == -math.inf:
-            values = before
+        values = _without(values, forbidden)
     if params.biases:
         ids, biases = zip(*params.biases, strict=True)
         values[list(ids)] += torch.tensor(biases, dtype=torch.float32)
@@ -85,6 +87,12 @@ def _only(values: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
     only = torch.full_like(values, -math.inf)
     only[kept] = values[kept]
     return only
+
+
+def _without(values: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
+    """``values`` with ``ids`` forbidden, unless nothing would be left."""
+    left = values.index_fill(0, torch.tensor(ids), -math.inf)
+    return values if float(left.max()) == -math.inf else left
 
 
 def _bad_words(params: SamplingParams) -> tuple[tuple[int, ...], ...]:

@@ -28,6 +28,7 @@ from ostinato.runtime.arena import Arena
 from ostinato.runtime.attention import AttentionBackend
 from ostinato.runtime.context import ACTIVE, BlockRow, ForwardContext, Span, build_groups, build_states
 from ostinato.runtime.geometry import ModelSpecs
+from ostinato.runtime.grammars import GrammarError, Grammars, GrammarState
 from ostinato.runtime.latent import LatentWeights
 from ostinato.runtime.linear import LinearPlan
 from ostinato.runtime.logprobs import token_logprobs
@@ -62,6 +63,22 @@ class _Sequence:
     params: SamplingParams | None
     seed: int
     history: History
+    grammar: GrammarState | None = None
+    broken: str = ""
+    """Why no token can come any more."""
+
+    def mask(self, size: int) -> torch.Tensor | None:
+        """The tokens that a grammar allows next; all (None), and ``broken`` says why, where it can allow none."""
+        try:
+            return self.grammar.mask(size) if self.grammar is not None else None
+        except GrammarError as error:
+            self.broken = str(error)
+            return None
+
+    def push(self, token: int) -> None:
+        self.history.push(token)
+        if self.grammar is not None:
+            self.grammar.push(token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +92,13 @@ class Computed:
 class ModelRunner:
     """Runs the sequences of step plans with one model over one arena."""
 
-    def __init__(self, prepared: PreparedModel, arena: Arena, sampler: Sampler) -> None:
+    def __init__(
+        self, prepared: PreparedModel, arena: Arena, sampler: Sampler, grammars: Grammars | None = None
+    ) -> None:
         self._prepared = prepared
         self._arena = arena
         self._sampler = sampler
+        self._grammars = grammars
         self._groups = arena.layout.groups
         self._stateful = frozenset(place.group for place in arena.states.values())
         self._sequences: dict[RequestId, _Sequence] = {}
@@ -135,7 +155,7 @@ class ModelRunner:
         if not chosen:
             return ()
         logits = rows if len(chosen) == len(rows) else torch.stack([row for _, row in chosen])
-        tokens = self._sampler.sample(logits, [self._sample_row(sequence) for sequence, _ in chosen])
+        tokens = self._sampler.sample(logits, [self._sample_row(sequence, rows.shape[1]) for sequence, _ in chosen])
         return tuple(
             self._sampled(sequence, token, row)
             for (sequence, _), token, row in zip(chosen, tokens, logits, strict=True)
@@ -146,10 +166,10 @@ class ModelRunner:
         params = known.params
         assert params is not None
         if params.uses_past:
-            known.history.push(token)
+            known.push(token)
         digest = logits_digest(logits) if params.logits_digest else b""
         logprobs = token_logprobs(logits, token, params.logprobs) if params.logprobs is not None else None
-        return SampledToken(sequence.request_id, token, digest, logprobs)
+        return SampledToken(sequence.request_id, token, digest, logprobs, known.broken)
 
     def _score(self, sequence: SequencePlan, rows: torch.Tensor) -> PromptLogprobs:
         params = self._sequences[sequence.request_id].params
@@ -189,6 +209,9 @@ class ModelRunner:
         # A request that was preempted keeps its seed, so that its next token is the one it would have been.
         seed = known.seed if known is not None else 0 if params is None else request_seed(params)
         new = _Sequence(tuple(BlockRow() for _ in self._groups), params, seed, History.of(sequence.past))
+        if params is not None and params.structured_outputs is not None:
+            assert self._grammars is not None, "the engine refuses these where nobody can compile them"
+            new.grammar = self._grammars.start(params.structured_outputs, new.history.output)
         self._sequences[sequence.request_id] = new
         return new
 
@@ -219,10 +242,10 @@ class ModelRunner:
         logits: torch.Tensor = model(logits_to_keep=torch.tensor(padded), **inputs).logits[0]
         return logits[: len(wanted)]
 
-    def _sample_row(self, sequence: SequencePlan) -> SampleRow:
+    def _sample_row(self, sequence: SequencePlan, size: int) -> SampleRow:
         known = self._sequences[sequence.request_id]
         assert known.params is not None, f"request {sequence.request_id} came without sampling parameters"
-        return SampleRow(known.params, known.seed, sequence.sampled_before, known.history)
+        return SampleRow(known.params, known.seed, sequence.sampled_before, known.history, known.mask(size))
 
 
 def logits_digest(logits: torch.Tensor) -> bytes:

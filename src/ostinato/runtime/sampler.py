@@ -41,13 +41,14 @@ _ARGMAX_BLOCK: Final = 512
 class SampleRow:
     """How to sample one row: ``seed`` is the request's (see :func:`request_seed`), ``step`` its tokens so far.
 
-    ``history``: what penalties count; left empty for requests that have none.
+    ``history``: what penalties count; left empty for requests that have none.  ``mask`` [V]: what a grammar allows.
     """
 
     params: SamplingParams
     seed: int
     step: int
     history: History = field(default_factory=History)
+    mask: torch.Tensor | None = None
 
 
 def request_seed(params: SamplingParams) -> int:
@@ -109,7 +110,7 @@ class Sampler:
 
     def _sample_one(self, logits: torch.Tensor, row: SampleRow) -> int:
         if adjusts(row.params, row.step):
-            logits = adjust(logits, row.params, row.step, row.history)
+            logits = adjust(logits, row.params, row.step, row.history, row.mask)
         return int(self._argmax(logits[None])[0]) if row.params.greedy else sample_row(logits, row)
 
 

@@ -102,13 +102,14 @@ class TokenLogprobs:
 class SampledToken:
     """A sampled token; ``digest`` = SHA-256 of its logits row (fp32, little-endian) when the request asks for it.
 
-    ``logprobs``: when the request asks for them.
+    ``logprobs``: when the request asks for them.  ``error``: why the token means nothing, and the request cannot go on.
     """
 
     request_id: RequestId
     token: int
     digest: bytes = b""
     logprobs: TokenLogprobs | None = None
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from ostinato.engine.outputs import CompletionOutput
 from ostinato.serve.http.exchange import Exchange, answer, service_of, usage
 from ostinato.serve.http.logprobs import chat_logprobs
 from ostinato.serve.http.protocol import ChatRequest
+from ostinato.serve.http.structured import structured
 
 router: Final = APIRouter()
 
@@ -28,7 +29,8 @@ async def chat(body: ChatRequest, request: Request) -> Response:
     prompt = await service.prompts.of_chat(body, use_tools=body.tool_choice != "none")
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    sampling = body.sampling(service.room(prompt) if limit is None else limit, logprobs)
+    form = await structured(service, body)
+    sampling = body.sampling(service.room(prompt) if limit is None else limit, logprobs, structured_outputs=form)
     exchange = await Exchange.begin(request, "chat.completion", model, [(prompt, sampling)], body.priority or 0)
     if body.stream:
         return exchange.stream(_chunks(exchange, body), body.wants_usage)

@@ -17,6 +17,8 @@ from ostinato.serve.http.errors import bad_request
 from ostinato.serve.http.exchange import Exchange, Service, answer, service_of, usage
 from ostinato.serve.http.logprobs import LegacyLogprobs
 from ostinato.serve.http.protocol import CompletionRequest, Conversation, DetokenizeRequest, TokenizeRequest
+from ostinato.serve.http.structured import structured
+from ostinato.structured_outputs import StructuredOutputs
 
 router: Final = APIRouter()
 _DEFAULT_TOKENS: Final = 16
@@ -29,7 +31,7 @@ async def complete(body: CompletionRequest, request: Request) -> Response:
     model = service.name(body.model)
     body.check()
     prompts = await _prompts(service, body)
-    sampling = _sampling(body)
+    sampling = _sampling(body, await structured(service, body))
     echoes = [await _echo(service, prompt) for prompt in prompts] if body.echo else [""] * len(prompts)
     calls = [(prompt, sampling) for prompt in prompts]
     exchange = await Exchange.begin(request, "text_completion", model, calls, body.priority or 0)
@@ -88,11 +90,12 @@ async def _prompts(service: Service, body: CompletionRequest) -> list[Prompt]:
     ]
 
 
-def _sampling(body: CompletionRequest) -> SamplingParams:
+def _sampling(body: CompletionRequest, form: StructuredOutputs | None) -> SamplingParams:
     limit = _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     # A prompt can be scored alone: a token is generated for it, and left out.
     limit = 1 if limit == 0 and body.echo else limit
-    return body.sampling(limit, body.logprobs, prompt_logprobs=body.logprobs if body.echo else None)
+    scored = body.logprobs if body.echo else None
+    return body.sampling(limit, body.logprobs, prompt_logprobs=scored, structured_outputs=form)
 
 
 def _scored(body: CompletionRequest) -> bool:

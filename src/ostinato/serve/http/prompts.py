@@ -68,7 +68,7 @@ class Prompts:
             ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False).input_ids
             return ids
 
-        return Prompt(text, await self._run(encode))
+        return Prompt(text, await self.run(encode))
 
     def of_ids(self, ids: Sequence[int], param: str = "prompt") -> Prompt:
         """Raises ApiError where one is no token of the model."""
@@ -111,25 +111,26 @@ class Prompts:
             return Prompt(text, tokenizer(text, add_special_tokens=special, verbose=False).input_ids)
 
         try:
-            return await self._run(render)
+            return await self.run(render)
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise bad_request(f"the chat template refuses these messages: {error}", "messages", "template") from None
 
     async def text(self, ids: Sequence[int]) -> str:
         """Ids back to text, special tokens included."""
         tokenizer = self._needed("tokens")
-        return str(await self._run(lambda: tokenizer.decode(list(ids), skip_special_tokens=False)))
+        return str(await self.run(lambda: tokenizer.decode(list(ids), skip_special_tokens=False)))
 
     async def spelled(self, ids: Sequence[int]) -> list[str]:
         """Each token as the vocabulary spells it."""
         tokenizer = self._needed("prompt")
-        spelled: Any = await self._run(lambda: tokenizer.convert_ids_to_tokens(list(ids)))
+        spelled: Any = await self.run(lambda: tokenizer.convert_ids_to_tokens(list(ids)))
         return [str(token) for token in spelled]
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _run(self, call: Callable[[], T]) -> T:
+    async def run(self, call: Callable[[], T]) -> T:
+        """``call`` on the tokenizer's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
     def _needed(self, param: str) -> PreTrainedTokenizerBase:

@@ -28,17 +28,14 @@ _SAMPLED: Final = (
     *("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"),
 )
 _SALT: Final = "what is cached is kept apart by API key; cache_salt is not taken from requests"
-_SHAPED: Final = "structured output is not available yet: ask for JSON in the prompt, and check what comes"
+_FORM: Final = "this way to say the form of an output is not available: use response_format or structured_outputs"
 _REFUSED: Final = MappingProxyType(
     {
         "suffix": "inserting before a suffix is not available",
         "use_beam_search": "beam search is not available: use n",
         "prompt_logprobs": "use echo with logprobs at /v1/completions",
-        "guided_json": _SHAPED,
-        "guided_regex": _SHAPED,
-        "guided_choice": _SHAPED,
-        "guided_grammar": _SHAPED,
-        "structured_outputs": _SHAPED,
+        "guided_whitespace_pattern": _FORM,
+        "structural_tag": _FORM,
         "functions": "functions are superseded: use tools",
         "function_call": "functions are superseded: use tools",
         "audio": "this server makes text only",
@@ -67,8 +64,26 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
+class JsonSchema(Body):
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | bool | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
 class ResponseFormat(Body):
     type: str
+    json_schema: JsonSchema | None = None
+
+
+class StructuredFields(Body):
+    """vLLM's ``structured_outputs``: one of these."""
+
+    json_: Annotated[str | dict[str, Any] | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
 
 
 class Sampled(Body):
@@ -86,6 +101,11 @@ class Sampled(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredFields | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -108,9 +128,9 @@ class Sampled(Body):
         for name, why in _REFUSED.items():
             if (self.model_extra or {}).get(name) not in (None, False, "", [], {}):
                 raise bad_request(f"{name}: {why}", name, "unsupported")
-        if self.response_format is not None and self.response_format.type != "text":
-            message = f"response_format of type {self.response_format.type!r}: {_SHAPED}"
-            raise bad_request(message, "response_format", "unsupported")
+        for name, value in ((self.structured_outputs and self.structured_outputs.model_extra) or {}).items():
+            if value not in (None, False):
+                raise bad_request(f"structured_outputs: {name} is not available", "structured_outputs", "unsupported")
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options need stream", "stream_options")
 
